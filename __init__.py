@@ -1,0 +1,29 @@
+"""Re-gauge a network, then quantize it: equalization and quantization as pure functions of a parameter dict."""
+
+from . import transforms as transforms
+from .graph import Graph as Graph
+from .graph import LayoutError as LayoutError
+from .graph import PlanError as PlanError
+from .graph.adapters import Memory as Memory
+from .graph.adapters import Shards as Shards
+from .graph.adapters import ShardWriter as ShardWriter
+from .graph.adapters import execute as execute
+from .graph.build import build_graph as build_graph
+from .graph.observe import Batch as Batch
+from .graph.observe import observe as observe
+from .graph.simulate import quantized_activations as quantized_activations
+from .jobs import Data as Data
+from .jobs import Evaluation as Evaluation
+from .jobs import Report as Report
+from .jobs import evaluate as evaluate
+from .jobs import oneshot as oneshot
+from .transforms import Params as Params
+from .transforms import Plan as Plan
+from .transforms import Stats as Stats
+from .transforms import Step as Step
+from .transforms import Transform as Transform
+from .transforms import apply as apply
+from .transforms import chain as chain
+from .transforms import partition as partition
+from .transforms import plan as plan
+from .transforms import select as select

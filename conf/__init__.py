@@ -1,0 +1,1 @@
+"""The command line: Hydra configs and the code that reads them. Nothing else imports hydra or omegaconf."""

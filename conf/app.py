@@ -1,0 +1,91 @@
+"""`regauge`: run a job from the command line.
+
+regauge                                             the demo: smooth and quantize SmolLM2-135M to W8A8, and measure it
+regauge model.path=DIR recipe=smooth_w4a16          another model, another recipe
+regauge -m recipe.stages.smooth.alpha=0.5,0.7,0.9   a sweep; statistics are collected once
+"""
+
+import logging
+import math
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from ..graph import LayoutError, PlanError
+from .build import data, plain
+
+_log = logging.getLogger("regauge")
+
+
+@hydra.main(version_base="1.3", config_path="pkg://regauge.conf", config_name="config")
+def run(config: DictConfig) -> float:
+    """Run the configured job; return the perplexity measured, so that sweepers can minimise it (0 if none was)."""
+    try:
+        return _JOBS[config.job.name](config)
+    except (PlanError, LayoutError) as error:
+        if HydraConfig.get().mode.name == "MULTIRUN":
+            raise  # the sweep reports which of its jobs failed
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _oneshot(config: DictConfig) -> float:
+    from ..jobs import oneshot
+
+    values = plain(config)
+    report = oneshot(
+        values["model"]["path"],
+        data(values["data"], "data"),
+        _output_dir(values["output_dir"]),
+        values["recipe"],
+        evaluation=None if values["evaluation"] is None else data(values["evaluation"], "evaluation"),
+        **values["job"]["settings"],
+    )
+    print(report.table())
+    return _finite(report.after.perplexity) if report.after else 0.0
+
+
+def _evaluate(config: DictConfig) -> float:
+    from ..jobs import evaluate
+
+    values = plain(config)
+    if values["evaluation"] is None:
+        raise PlanError("job=evaluate measures on `evaluation`, which is null")
+    model, reference = (_model(values["model"][key]) for key in ("path", "reference"))
+    result = evaluate(model, data(values["evaluation"], "evaluation"), reference=reference, **values["job"]["settings"])
+    print(f"perplexity  {result.perplexity:.4f}  ({result.tokens:,} tokens)")
+    if result.kl is not None and result.top1 is not None:
+        print(f"against {reference}: KL {result.kl:.4f} nats, same top token {result.top1:.1%}")
+    return _finite(result.perplexity)
+
+
+_JOBS = {"oneshot": _oneshot, "evaluate": _evaluate}
+
+
+def _model(path: str | None) -> str | None:
+    from ..jobs.smollm2 import smollm2
+
+    return str(smollm2()) if path == "smollm2" else path
+
+
+def _output_dir(path: str | None) -> Path:
+    """The folder named by the user, else `model` in Hydra's run folder; in a sweep, one subfolder a job."""
+    settings = HydraConfig.get()
+    if path is None:
+        return Path(settings.runtime.output_dir) / "model"
+    return Path(path) / str(settings.job.num) if settings.mode.name == "MULTIRUN" else Path(path)
+
+
+def _finite(value: float) -> float:
+    """Sweepers break on NaN and infinity; a huge perplexity is the worst finite answer."""
+    return value if math.isfinite(value) else 1e30
+
+
+def main() -> None:
+    """The console script."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # quiet: tokenizers warn when a process forks
+    run()

@@ -1,0 +1,145 @@
+"""Collect statistics of activations in one forward over calibration batches."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..transforms import Kind, split_key
+from ._errors import LayoutError, PlanError
+from .types import Graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Token ids (B, T), their mask (B, T) with True for real tokens, and the number of each sequence (B,)."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    index: Tensor
+
+
+class _Done(Exception):
+    """Every site of this batch was seen; nothing after it matters."""
+
+
+def observe(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    keys: Iterable[str],
+    graph: Graph,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Tensor]:
+    """Statistics `keys` ("<kind>:<site>", as `Plan.needs` lists them) of the activations of `model` on `batches`.
+
+    Each site is observed once, at the first linear that reads it; padding is left out. The forward runs in the dtype of
+    the model, statistics accumulate in float32, and it ends at the last site: no last projection, no head, no loss.
+    `progress` is called with the number of sequences of each finished batch.
+
+    Raises `PlanError` for a key without a site and `LayoutError` when an activation is not finite, when a site sees no
+    token, or when there is no batch.
+    """
+    by_site: dict[str, dict[str, Kind]] = {}
+    for key in keys:
+        kind, site = split_key(key)
+        if site not in graph.sites:
+            raise PlanError(f"statistic {key!r}: the graph has no site {site!r}")
+        by_site.setdefault(site, {})[key] = kind
+    if not by_site:
+        return {}
+    taps = _Taps(by_site, graph)
+    handles = [model.get_submodule(site).register_forward_pre_hook(taps.hook(site)) for site in by_site]
+    body = _body(model, by_site)
+    training = model.training
+    try:
+        model.eval()
+        with torch.inference_mode():
+            for batch in batches:
+                taps.start(batch)
+                try:
+                    body(input_ids=batch.input_ids, attention_mask=taps.padding(batch), use_cache=False)
+                except _Done:
+                    pass
+                taps.finish()
+                if progress is not None:
+                    progress(len(batch.index))
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.train(training)
+    return taps.result()
+
+
+def _body(model: nn.Module, sites: Iterable[str]) -> nn.Module:
+    """The model without its head, unless a site lies in the head."""
+    prefix = getattr(model, "base_model_prefix", "")
+    body = getattr(model, prefix, model) if prefix else model
+    return body if all(site.startswith(f"{prefix}.") for site in sites) else model
+
+
+class _Taps:
+    """The states of all statistics, and where in the current forward we are."""
+
+    def __init__(self, by_site: Mapping[str, Mapping[str, Kind]], graph: Graph):
+        self.by_site = by_site
+        self.states = {
+            key: kind.init(graph.sites[site].width) for site, kinds in by_site.items() for key, kind in kinds.items()
+        }
+        self.seen: list[str] = []
+        self.last: str | None = None
+        self.tokens = dict.fromkeys(by_site, 0)
+        self.batches = 0
+
+    def start(self, batch: Batch) -> None:
+        self.seen.clear()
+        length = batch.input_ids.shape[1]
+        rows = batch.index[:, None] * length + torch.arange(length)
+        keep = batch.attention_mask.reshape(-1).bool()
+        self.keep = None if bool(keep.all()) else keep.nonzero().squeeze(1)
+        self.rows = rows.reshape(-1) if self.keep is None else rows.reshape(-1)[self.keep]
+        self.count = keep.numel()
+
+    def padding(self, batch: Batch) -> Tensor | None:
+        """The mask to give the model: None when nothing is padded, which allows the fast attention path."""
+        return None if self.keep is None else batch.attention_mask
+
+    def finish(self) -> None:
+        self.batches += 1
+        # stop early from the second batch on, if the first saw every site exactly once; with routed experts it may not
+        if self.batches == 1 and sorted(self.seen) == sorted(self.by_site):
+            self.last = self.seen[-1]
+
+    def hook(self, site: str) -> Callable:
+        def tap(_module: nn.Module, args: tuple) -> None:
+            self._update(site, args[0])
+            if site == self.last:
+                raise _Done
+
+        return tap
+
+    def _update(self, site: str, x: Tensor) -> None:
+        self.seen.append(site)
+        x_TC = x.detach().reshape(-1, x.shape[-1])
+        rows = self.rows
+        if x_TC.shape[0] != self.count:  # routed tokens: their positions are not known here
+            rows = torch.arange(x_TC.shape[0])
+        elif self.keep is not None:
+            x_TC = x_TC[self.keep]
+        self.tokens[site] += x_TC.shape[0]
+        for key, kind in self.by_site[site].items():
+            self.states[key] = kind.update(self.states[key], x_TC, rows)
+
+    def result(self) -> dict[str, Tensor]:
+        if not self.batches:
+            raise LayoutError("calibration: there is no batch; the dataset is empty")
+        unseen = [site for site, tokens in self.tokens.items() if not tokens]
+        if unseen:
+            raise LayoutError(f"calibration: no token reached {unseen[0]} ({len(unseen)} sites); use more samples")
+        for key, state in self.states.items():
+            # an empty slot of a sample has priority +inf, which is no fault of the model
+            values = state[..., :-1] if key.startswith("sample:") else state
+            if not bool(torch.isfinite(values).all()):
+                raise LayoutError(f"calibration: {key} is not finite; the model overflows on this data")
+        return self.states

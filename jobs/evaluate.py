@@ -1,0 +1,134 @@
+"""Measure a model: perplexity, and how far its predictions are from another model's."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..graph import LayoutError
+from .data import Data, batches, sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Figures over all predicted tokens (each sequence's first token is not predicted).
+
+    `perplexity` is exp of the mean negative log-likelihood in nats. `kl` is the mean of KL(reference || model) in nats,
+    and `top1` the share of tokens at which both predict the same token; None without a reference.
+    """
+
+    perplexity: float
+    tokens: int
+    kl: float | None = None
+    top1: float | None = None
+
+
+def evaluate(
+    model: str | Path | nn.Module,
+    dataset: str | Data = "pydoc",
+    *,
+    reference: str | Path | nn.Module | None = None,
+    tokenizer: Any = None,
+    num_samples: int = 20,
+    max_seq_length: int = 512,
+    split: str = "test",
+    batch_size: int = 4,
+    progress: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """Perplexity of `model` on text, and its distance from `reference` when one is given.
+
+    `model` and `reference` are folders that transformers loads, or modules; a module needs a `tokenizer`. Losses are
+    computed in float32 from the model's logits. Both models are held in memory at once.
+    """
+    data = _data(dataset, num_samples, max_seq_length, split)
+    if tokenizer is None:
+        if isinstance(model, nn.Module):
+            raise LayoutError("evaluate: a tokenizer is needed beside a module")
+        tokenizer = load_tokenizer(model)
+    ids = sequences(data, tokenizer)
+    net = load_model(model)
+    other = None if reference is None else load_model(reference)
+    return compare(net, ids, reference=other, batch_size=batch_size, progress=progress)
+
+
+def compare(
+    model: nn.Module,
+    ids: Sequence[Sequence[int]],
+    *,
+    reference: nn.Module | None = None,
+    batch_size: int = 4,
+    progress: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """`evaluate` on token ids."""
+    totals = torch.zeros(3, dtype=torch.float64)
+    tokens = 0
+    with torch.inference_mode():
+        for batch in batches(ids, batch_size):
+            mask = batch.attention_mask
+            given = None if bool(mask.all()) else mask
+            logits = model(input_ids=batch.input_ids, attention_mask=given, use_cache=False).logits
+            other = None
+            if reference is not None:
+                other = reference(input_ids=batch.input_ids, attention_mask=given, use_cache=False).logits
+            for row in range(len(batch.index)):  # float32 logits of one sequence at a time
+                n = int(mask[row].sum())
+                target = batch.input_ids[row, 1:n]
+                ref = None if other is None else other[row, : n - 1]
+                totals += _sums(logits[row, : n - 1], target, ref)
+                tokens += n - 1
+            if progress is not None:
+                progress(len(batch.index))
+    if not tokens:
+        raise LayoutError("evaluate: no token to predict; sequences need at least two tokens")
+    nll, kl, same = (totals / tokens).tolist()
+    compared = reference is not None
+    return Evaluation(
+        perplexity=math.exp(nll) if nll < 700 else math.inf,
+        tokens=tokens,
+        kl=kl if compared else None,
+        top1=same if compared else None,
+    )
+
+
+def _sums(logits_TV: Tensor, target_T: Tensor, reference_TV: Tensor | None) -> Tensor:
+    """Sums over tokens of the loss, KL(reference || model), and agreement."""
+    log_p = F.log_softmax(logits_TV.float(), -1)
+    loss = F.nll_loss(log_p, target_T, reduction="sum").double()
+    if reference_TV is None:
+        return torch.stack((loss, loss.new_zeros(()), loss.new_zeros(())))
+    log_q = F.log_softmax(reference_TV.float(), -1)
+    kl = F.kl_div(log_p, log_q, log_target=True, reduction="sum").double()
+    return torch.stack((loss, kl, (log_p.argmax(-1) == log_q.argmax(-1)).sum().double()))
+
+
+def load_model(model: str | Path | nn.Module) -> nn.Module:
+    """The module itself, or what transformers loads from the folder, in the checkpoint's dtype."""
+    if isinstance(model, nn.Module):
+        return model.eval()
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(str(model), dtype="auto", trust_remote_code=False).eval()
+    except ImportError as error:
+        raise LayoutError(f"{model}: transformers needs another package to load it: {error}") from error
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a checkpoint folder. Raises `LayoutError` when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise LayoutError(f"{folder}: no usable tokenizer: {str(error).splitlines()[0]}") from error
+
+
+def _data(dataset: str | Data, num_samples: int, max_seq_length: int, split: str) -> Data:
+    if isinstance(dataset, Data):
+        return dataset
+    return Data(name=dataset, split=split, num_samples=num_samples, max_seq_length=max_seq_length)

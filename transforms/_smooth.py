@@ -1,0 +1,253 @@
+"""Equalize: move a scale per channel from activations into weights, along a symmetry of the model.
+
+Legend: O = output rows, I = input channels, C = channel classes of a symmetry. Every fold keeps the model's function:
+producers take 1/s, consumers take s. In exact arithmetic nothing changes; in bf16 each scaled weight is rounded once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..graph import Axis, Graph, PlanError, Symmetry
+from ..graph.patterns import resolve_mappings
+from ._stats import rescale_stats
+from ._types import Params, Stats, Step
+
+KINDS_OF_SYMMETRY = ("norm", "v_o", "up_down")
+
+
+def smooth_scale(act_absmax: Tensor, weight_absmax: Tensor, alpha: float | Tensor) -> Tensor:
+    """s = a^alpha / w^(1 - alpha), per channel (SmoothQuant, arXiv 2211.10438, eq. 4). Float32, shape (C,)."""
+    return act_absmax**alpha / weight_absmax ** (1 - alpha)
+
+
+def log_scale(act_absmax: Tensor) -> Tensor:
+    """s = a / log2(2 + a), per channel (FPTQ, arXiv 2308.15987, eq. 6). Float32, shape (C,)."""
+    return act_absmax / torch.log2(2 + act_absmax)
+
+
+def guard_scale(s: Tensor, act: Tensor, floor: float, bounds: tuple[float, float]) -> Tensor:
+    """s within `bounds`, and 1 for channels that are dead or constant: act at most `floor`, or s not finite."""
+    dead = (act <= floor) | ~torch.isfinite(s) | ~torch.isfinite(act)
+    return torch.where(dead, 1.0, s.clamp(*bounds))
+
+
+def scale_axis(p: Tensor, axis: Axis, s_C: Tensor, inverse: bool = False) -> Tensor:
+    """`p` with the channels of `axis` times s (or divided by s), in float32, rounded once to the dtype of `p`."""
+    s = s_C if axis.classes is None else s_C[torch.tensor(axis.classes, device=s_C.device)]
+    shape = [1] * p.ndim
+    shape[axis.dim] = axis.size
+    part = p.narrow(axis.dim, axis.start, axis.size).float() + axis.offset
+    s = s.reshape(shape)
+    part = ((part / s if inverse else part * s) - axis.offset).to(p.dtype)
+    if axis.size == p.shape[axis.dim]:
+        return part
+    before = p.narrow(axis.dim, 0, axis.start)
+    end = axis.start + axis.size
+    return torch.cat((before, part, p.narrow(axis.dim, end, p.shape[axis.dim] - end)), axis.dim)
+
+
+def axis_absmax(p: Tensor, axis: Axis, width: int) -> Tensor:
+    """max |p| over everything but the channels of `axis`, per class: float32 (width,)."""
+    part = p.narrow(axis.dim, axis.start, axis.size)
+    other = [d for d in range(p.ndim) if d != axis.dim]
+    peak = (torch.maximum(part.amax(other), -part.amin(other)) if other else part.abs()).float()
+    return class_max(peak, axis.classes, width)
+
+
+def class_max(x: Tensor, classes: tuple[int, ...] | None, width: int) -> Tensor:
+    """Maximum over the channels of each class: (len(classes),) -> (width,); x >= 0."""
+    if classes is None:
+        return x
+    index = torch.tensor(classes, device=x.device)
+    return x.new_zeros(width).scatter_reduce(0, index, x, "amax")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmoothQuant:
+    """Migrate the difficulty of quantizing activations into weights: s = a^alpha / w^(1 - alpha) per channel.
+
+    Args:
+      alpha: migration strength in [0, 1]; a 0-dim tensor to differentiate or `vmap` over it.
+      statistic: "absmax", max |x| as in the paper, or "range", max x - min x with 2 max |w|, as SparseML and
+        llm-compressor use it (the same up to a constant factor where activations are symmetric).
+      kinds: kinds of symmetries to use: "norm", "v_o", "up_down".
+      mappings: instead of `kinds`, `[[linear patterns], producer pattern]` pairs, with exact names or `re:` regexes.
+      floor: channels whose statistic is at most this get s = 1.
+      bounds: lower and upper limit of s.
+
+    Preserves the function exactly in exact arithmetic. Source: Xiao et al., arXiv 2211.10438, eq. 3 and 4.
+    """
+
+    alpha: float | Tensor = 0.5
+    statistic: str = "absmax"
+    kinds: tuple[str, ...] = ("norm",)
+    mappings: tuple | None = None
+    floor: float = 1e-6
+    bounds: tuple[float, float] = (1e-4, 1e4)
+
+    def __post_init__(self):
+        if isinstance(self.alpha, Tensor):
+            if self.alpha.ndim != 0:
+                raise ValueError(f"alpha: expected a number or a 0-dim tensor, got shape {tuple(self.alpha.shape)}")
+        elif isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha: expected a number in [0, 1], got {self.alpha!r}")
+        _check_common(self)
+
+    def plan(self, specs: Params, graph: Graph) -> tuple[Step, ...]:
+        fn = partial(_smooth, alpha=self.alpha, statistic=self.statistic, floor=self.floor, bounds=self.bounds)
+        return _plan_folds("smooth", self, specs, graph, fn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEqualize:
+    """Compress the outlier channels of activations to a logarithmic scale: s = a / log2(2 + a) per channel.
+
+    After it a channel of peak a has peak log2(2 + a): large channels shrink, and small ones grow to about 1. Weights
+    do not enter. Arguments and guarantees as in `SmoothQuant`. Source: FPTQ, Li et al., arXiv 2308.15987, eq. 6.
+    """
+
+    statistic: str = "absmax"
+    kinds: tuple[str, ...] = ("norm",)
+    mappings: tuple | None = None
+    floor: float = 1e-6
+    bounds: tuple[float, float] = (1e-4, 1e4)
+
+    def __post_init__(self):
+        _check_common(self)
+
+    def plan(self, specs: Params, graph: Graph) -> tuple[Step, ...]:
+        fn = partial(_log_equalize, statistic=self.statistic, floor=self.floor, bounds=self.bounds)
+        return _plan_folds("log_equalize", self, specs, graph, fn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescale:
+    """Apply given scales along the graph's symmetries: `scales[symmetry.name]` is s, float of shape (width,).
+
+    The building block of equalizers that find their scales elsewhere (a learned scale, a search, a random one in a
+    test). Preserves the function exactly in exact arithmetic.
+    """
+
+    scales: Mapping[str, Tensor]
+
+    def plan(self, specs: Params, graph: Graph) -> tuple[Step, ...]:
+        known = {s.name: s for s in graph.symmetries}
+        problems = [f"rescale: the graph has no symmetry {name!r}" for name in self.scales if name not in known]
+        for name, s in self.scales.items():
+            if name in known and tuple(s.shape) != (known[name].width,):
+                problems.append(f"rescale: {name}: expected s of shape ({known[name].width},), got {tuple(s.shape)}")
+        if problems:
+            raise PlanError(problems)
+        return tuple(
+            _fold_step("rescale", known[name], specs, (), partial(_given, symmetry=known[name], s_C=s))
+            for name, s in self.scales.items()
+        )
+
+
+def _check_common(transform: SmoothQuant | LogEqualize) -> None:
+    if transform.statistic not in ("absmax", "range"):
+        raise ValueError(f"statistic: expected 'absmax' or 'range', got {transform.statistic!r}")
+    for name in ("kinds", "bounds"):
+        value = getattr(transform, name)
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ValueError(f"{name}: expected a list, got {value!r}")
+        object.__setattr__(transform, name, tuple(value))
+    wrong = [kind for kind in transform.kinds if kind not in KINDS_OF_SYMMETRY]
+    if wrong or not transform.kinds:
+        raise ValueError(f"kinds: expected some of {', '.join(KINDS_OF_SYMMETRY)}, got {list(transform.kinds)}")
+    if len(transform.bounds) != 2 or not 0 < transform.bounds[0] <= 1 <= transform.bounds[1]:
+        raise ValueError(f"bounds: expected (low, high) with 0 < low <= 1 <= high, got {transform.bounds}")
+    if not transform.floor >= 0:
+        raise ValueError(f"floor: expected a number >= 0, got {transform.floor!r}")
+
+
+def _plan_folds(label: str, transform: SmoothQuant | LogEqualize, specs: Params, graph: Graph, fn) -> tuple[Step, ...]:
+    if transform.mappings is not None:
+        symmetries = resolve_mappings(graph, transform.mappings, label)
+    else:
+        symmetries = tuple(s for s in graph.symmetries if s.kind in transform.kinds)
+    problems = _missing_kinds(label, transform, graph) if transform.mappings is None else []
+    for symmetry in symmetries:
+        left = [name for name in symmetry.linears if name not in graph.linears]
+        if left:
+            problems.append(
+                f"{label}[{symmetry.name}]: {', '.join(left)} is not selected but shares the scale of the others that "
+                f"read this activation ({', '.join(symmetry.linears)}); select all of them or none"
+            )
+    if problems:
+        raise PlanError(problems)
+    steps = []
+    for s in symmetries:
+        needs = (f"{transform.statistic}:{s.site}",)
+        steps.append(_fold_step(label, s, specs, needs, partial(fn, symmetry=s)))
+    return tuple(steps)
+
+
+def _missing_kinds(label: str, transform: SmoothQuant | LogEqualize, graph: Graph) -> list[str]:
+    present = {s.kind for s in graph.symmetries}
+    return [
+        f"{label}: no symmetry of kind {kind!r} is known for this model"
+        + (f" (kinds found: {', '.join(sorted(present))})" if present else "; give mappings")
+        for kind in transform.kinds
+        if kind not in present
+    ]
+
+
+def _fold_step(label: str, symmetry: Symmetry, specs: Params, needs: tuple[str, ...], fn) -> Step:
+    names = tuple(dict.fromkeys(axis.param for axis in (*symmetry.producers, *symmetry.consumers)))
+    missing = [name for name in names if name not in specs]
+    if missing:
+        raise PlanError(f"{label}[{symmetry.name}]: tensor {missing[0]} is not in the checkpoint")
+    coded = [name for name in names if not specs[name].dtype.is_floating_point]
+    if coded:
+        raise PlanError(f"{label}[{symmetry.name}]: {coded[0]} holds integer codes; equalize before quantizing")
+    return Step(
+        name=f"{label}[{symmetry.name}]",
+        reads=names,
+        writes={name: specs[name] for name in names},
+        needs=needs,
+        edits=(symmetry.site,),
+        fn=fn,
+    )
+
+
+def _activation(stats: Stats, symmetry: Symmetry, statistic: str) -> Tensor:
+    """The statistic of the symmetry's site as one non-negative number per class."""
+    state = stats[f"{statistic}:{symmetry.site}"].float()
+    peak = state[1] - state[0] if statistic == "range" else state
+    return class_max(peak, symmetry.site_classes, symmetry.width)
+
+
+def _weight_absmax(params: Params, symmetry: Symmetry) -> Tensor:
+    """max |w| over all consumers, per class."""
+    peaks = [axis_absmax(params[axis.param], axis, symmetry.width) for axis in symmetry.consumers]
+    return torch.stack(peaks).amax(0)
+
+
+def _smooth(params: Params, stats: Stats, *, symmetry, alpha, statistic, floor, bounds) -> tuple[Params, Stats]:
+    act = _activation(stats, symmetry, statistic)
+    alpha = alpha.to(act.device) if isinstance(alpha, Tensor) else alpha  # the dry run is on meta tensors
+    weight = _weight_absmax(params, symmetry) * (2 if statistic == "range" else 1)
+    s_C = guard_scale(smooth_scale(act, weight, alpha), act, floor, bounds)
+    return _given(params, stats, symmetry=symmetry, s_C=s_C)
+
+
+def _log_equalize(params: Params, stats: Stats, *, symmetry, statistic, floor, bounds) -> tuple[Params, Stats]:
+    act = _activation(stats, symmetry, statistic)
+    return _given(params, stats, symmetry=symmetry, s_C=guard_scale(log_scale(act), act, floor, bounds))
+
+
+def _given(params: Params, stats: Stats, *, symmetry: Symmetry, s_C: Tensor) -> tuple[Params, Stats]:
+    """Fold s: producers / s, consumers * s, statistics of the site rescaled."""
+    out = dict(params)
+    for axis in symmetry.producers:
+        out[axis.param] = scale_axis(out[axis.param], axis, s_C, inverse=True)
+    for axis in symmetry.consumers:
+        out[axis.param] = scale_axis(out[axis.param], axis, s_C)
+    classes = symmetry.site_classes
+    s_site = s_C if classes is None else s_C[torch.tensor(classes, device=s_C.device)]
+    return out, rescale_stats(stats, symmetry.site, s_site)
