@@ -93,7 +93,11 @@ def _blocks(model: nn.Module) -> tuple[str, ...]:
     """The items of the longest `ModuleList` whose items share one class: the decoder layers."""
     best: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1 and len(module) > len(best):
+        if (
+            isinstance(module, nn.ModuleList)
+            and len({type(child) for child in module}) == 1
+            and len(module) > len(best)
+        ):
             if not any(name.startswith(f"{prefix}.") for prefix in best):
                 best = tuple(f"{name}.{index}" for index in range(len(module)))
     return best
@@ -146,9 +150,7 @@ def _rows_to_columns(graph: Graph, kind: str, producer: str, consumer: str, clas
 
 
 def _llama(graph: Graph, prefix: str, config: Any) -> list[Symmetry]:
-    found = _norms(
-        graph, prefix, {"input_layernorm": "self_attn.q_proj", "post_attention_layernorm": "mlp.gate_proj"}
-    )
+    found = _norms(graph, prefix, {"input_layernorm": "self_attn.q_proj", "post_attention_layernorm": "mlp.gate_proj"})
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     dim = graph.shapes[f"{prefix}.self_attn.v_proj.weight"][0] // groups
     # query head h reads key-value head h // (heads / groups), so its channels share that head's scale

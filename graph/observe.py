@@ -30,7 +30,7 @@ def observe(
     keys: Iterable[str],
     graph: Graph,
     *,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> dict[str, Tensor]:
     """Statistics `keys` ("<kind>:<site>", as `Plan.needs` lists them) of the activations of `model` on `batches`.
 

@@ -110,7 +110,9 @@ def _pair(graph: Graph, producer: str, linears: list[Linear], where: str, found:
     sites = sorted({linear.site or linear.name for linear in linears})
     if len(sites) > 1:
         named = ", ".join(linear.name for linear in linears)
-        problems.append(f"{where}: {producer}: {named} read {len(sites)} different activations; map each one separately")
+        problems.append(
+            f"{where}: {producer}: {named} read {len(sites)} different activations; map each one separately"
+        )
         return
     site = graph.sites[sites[0]]
     missing = [name for name in site.linears if name not in {linear.name for linear in linears}]

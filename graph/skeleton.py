@@ -122,13 +122,14 @@ def _trace(model: nn.Module, names: list[str]) -> Reads:
 
 def norm_offset(module: nn.Module, width: int) -> float:
     """The constant c of a norm that multiplies by `c + w` (0 for most, 1 for Gemma's), read off two evaluations."""
-    probe = copy.deepcopy(module).to_empty(device="cpu").float()
+    probe: nn.Module = copy.deepcopy(module).to_empty(device="cpu").float()
     x = torch.linspace(0.5, 1.5, width).reshape(1, width)
 
     def run(value: float) -> Tensor:
         for name, parameter in probe.named_parameters():
             parameter.data.fill_(0.0 if name == "bias" else value)
-        return probe(x)
+        out: Tensor = probe(x)
+        return out
 
     with torch.no_grad():
         zero, one = run(0.0), run(1.0)

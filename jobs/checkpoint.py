@@ -55,7 +55,9 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         if name not in found:
             problems.append(f"{folder}: tensor {name} is missing")
         elif tuple(found[name].shape) != shape:
-            problems.append(f"{folder}: {name}: config.json says shape {shape}, the file has {tuple(found[name].shape)}")
+            problems.append(
+                f"{folder}: {name}: config.json says shape {shape}, the file has {tuple(found[name].shape)}"
+            )
     extra = [name for name in found if name not in graph.shapes]
     if extra and not problems:
         problems.append(f"{folder}: {len(extra)} tensors are not part of {config.model_type}, first {extra[0]}")
@@ -67,7 +69,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     return Checkpoint(folder, config, graph, shards, found)
 
 
-def fingerprint(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> str:
+def fingerprint(checkpoint: Checkpoint, progress: Callable[[int], object] | None = None) -> str:
     """sha256 over the names, dtypes, shapes and bytes of all tensors; refuses NaN and infinite weights on the way.
 
     Does not depend on how tensors are spread over files.
@@ -78,7 +80,7 @@ def fingerprint(checkpoint: Checkpoint, progress: Callable[[int], None] | None =
             p = params[name]
             require_finite(name, p)
             head = f"{name} {p.dtype} {tuple(p.shape)}".encode()
-            data = p.reshape(-1).view(torch.uint8).numpy() if p.numel() else b""
+            data = p.reshape(-1).view(torch.uint8).numpy().data if p.numel() else b""
             inner = hashlib.sha256(head)
             inner.update(data)
             if progress is not None:
@@ -121,8 +123,10 @@ def quantized_config(config: Mapping[str, Any], graph: Graph, schemes: Mapping[s
     for name, scheme in schemes.items():
         members.setdefault((scheme, formats[name]), []).append(name)
     # a class is a safe target when all its quantized modules are of one group
-    by_class = all(len({key for key, names in members.items() if cls in {classes[n] for n in names}}) == 1
-                   for cls in set(classes.values()))
+    by_class = all(
+        len({key for key, names in members.items() if cls in {classes[n] for n in names}}) == 1
+        for cls in set(classes.values())
+    )
     groups = {
         f"group_{index}": {
             "targets": sorted({classes[name] for name in names}) if by_class else names,
@@ -136,7 +140,7 @@ def quantized_config(config: Mapping[str, Any], graph: Graph, schemes: Mapping[s
     targeted = set(classes.values()) if by_class else set()
     ignore = [x.name for x in graph.linears.values() if x.cls in targeted and x.name not in schemes]
     kinds = {kind for _, kind in members}
-    quantization = {
+    quantization: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
         "quantization_status": "compressed",

@@ -38,7 +38,7 @@ def evaluate(
     max_seq_length: int = 512,
     split: str = "test",
     batch_size: int = 4,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> Evaluation:
     """Perplexity of `model` on text, and its distance from `reference` when one is given.
 
@@ -62,7 +62,7 @@ def compare(
     *,
     reference: nn.Module | None = None,
     batch_size: int = 4,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> Evaluation:
     """`evaluate` on token ids."""
     totals = torch.zeros(3, dtype=torch.float64)

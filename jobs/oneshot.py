@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..graph import LayoutError
+from ..graph import LayoutError, PlanError
 from ..graph.adapters import ShardWriter, execute
 from ..transforms import (
     Encode,
@@ -167,10 +167,10 @@ def plan_output(transform: Transform, checkpoint: Checkpoint) -> Plan:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of "5GB" or of a number. Raises `ValueError`."""
+    """Bytes of "5GB" or of a number. Raises `PlanError`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", str(size).strip().upper())
     if not match or match[2] not in _UNITS or not float(match[1]):
-        raise ValueError(f"max_shard_size: expected bytes or a size such as '5GB', got {size!r}")
+        raise PlanError(f"max_shard_size: expected bytes or a size such as '5GB', got {size!r}")
     return max(1, int(float(match[1]) * _UNITS[match[2]]))
 
 
@@ -326,7 +326,7 @@ def _calibration_data(dataset: str | Data, splits, concatenate: bool | None, sam
         return dataset
     split = splits.get("calibration", "train") if isinstance(splits, Mapping) else splits or "train"
     if isinstance(splits, Mapping) and set(splits) - {"calibration"}:
-        raise ValueError(f"splits: expected the key 'calibration', got {sorted(splits)}")
+        raise PlanError(f"splits: expected the key 'calibration', got {sorted(splits)}")
     return Data(name=dataset, split=split, num_samples=samples, max_seq_length=length, concatenate=concatenate)
 
 
@@ -353,4 +353,3 @@ def _phase(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = round(time.perf_counter() - start, 3)
-

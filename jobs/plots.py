@@ -46,7 +46,8 @@ def plot_ranges(before: Mapping[str, Tensor], after: Mapping[str, Tensor], path:
     figure = Figure(figsize=(9, 2.2 * len(picks)), layout="constrained")
     for axes, key in zip(figure.subplots(len(picks), squeeze=False)[:, 0], picks, strict=True):
         old, new = _peaks(key, before[key]), _peaks(key, after[key])
-        assert old is not None and new is not None
+        assert old is not None
+        assert new is not None
         order = old.argsort(descending=True)
         axes.plot(old[order].numpy(), linewidth=1, label="before")
         axes.plot(new[order].numpy(), linewidth=0.7, label="after")

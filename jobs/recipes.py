@@ -47,10 +47,12 @@ def build_recipe(recipe: Mapping[str, Any]) -> Transform:
     if not isinstance(stages, Mapping) or not stages:
         raise PlanError(f"recipe.stages: expected a mapping of names to stages, got {stages!r}")
     order = list(recipe.get("order") or stages)
-    problems = [f"recipe.order: there is no stage {name!r}; stages: {', '.join(stages)}" for name in order
-                if name not in stages]
-    problems += [f"recipe.order: stage {name!r} is missing; list it or remove it" for name in stages
-                 if name not in order]
+    problems = [
+        f"recipe.order: there is no stage {name!r}; stages: {', '.join(stages)}" for name in order if name not in stages
+    ]
+    problems += [
+        f"recipe.order: stage {name!r} is missing; list it or remove it" for name in stages if name not in order
+    ]
     built = []
     for name in order:
         if name in stages:
@@ -101,8 +103,9 @@ def _instantiate(value: Mapping[str, Any], where: str) -> Any:
     target = str(value["_target_"])
     name = target.removeprefix(_PREFIX)
     if not target.startswith(_PREFIX) or name not in _targets():
-        raise PlanError(f"{where}: _target_ {target!r} is not allowed; known: {', '.join(sorted(_targets()))} "
-                        f"under {_PREFIX[:-1]}")
+        raise PlanError(
+            f"{where}: _target_ {target!r} is not allowed; known: {', '.join(sorted(_targets()))} under {_PREFIX[:-1]}"
+        )
     cls = _targets()[name]
     given = {key: _build(item, f"{where}.{key}") for key, item in value.items() if key not in ("_target_", "_args_")}
     args = _build(list(value.get("_args_", ())), where)

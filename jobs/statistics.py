@@ -60,7 +60,7 @@ def collect(
     *,
     batch_size: int,
     reuse: bool = True,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> tuple[dict[str, Tensor], bool]:
     """The statistics `needs`, and whether all came from the cache. `load` makes the model, only when it is needed."""
     path = cache_dir("statistics") / f"{key[:32]}.safetensors"

@@ -80,9 +80,7 @@ class Partition:
                 f"partition: labels in use {sorted({str(x) for x in label.values()})}, transforms given for "
                 f"{sorted(self.transforms)}; each label needs a transform and each transform a linear"
             )
-        parts = [
-            _Part(transform=transform, label=name, labels=label) for name, transform in self.transforms.items()
-        ]
+        parts = [_Part(transform=transform, label=name, labels=label) for name, transform in self.transforms.items()]
         return Chain(transforms=tuple(parts)).plan(specs, graph)
 
     def _label(self, linear: Linear) -> str | None:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..graph import Graph, Linear, PlanError
+from ..graph import Graph, PlanError
 from ._scheme import QuantArgs, Scheme
 from ._types import Params, Stats, Step, StepFn
 
@@ -162,5 +162,7 @@ def _decode(params: Params, stats: Stats, *, name: str, args: QuantArgs, shape: 
     if not args.symmetric:
         zeros = params[f"{name}_zero_point"]
         pack_zeros = packed and args.strategy != "tensor"
-        out[f"{name}_zero_point"] = unpack_rows(zeros.T, args.num_bits, shape[0]).T.contiguous() if pack_zeros else zeros
+        out[f"{name}_zero_point"] = (
+            unpack_rows(zeros.T, args.num_bits, shape[0]).T.contiguous() if pack_zeros else zeros
+        )
     return out, {}

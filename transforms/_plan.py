@@ -131,9 +131,7 @@ def _dry_run(step: Step, params: dict[str, Tensor], stats: dict[str, Tensor], la
     if missing:
         return [f"{step.name}: tensor {name} does not exist at this point" for name in missing]
     try:
-        changed, restated = step.fn(
-            {n: params[n] for n in step.reads}, {k: stats[k] for k in step.needs if k in stats}
-        )
+        changed, restated = step.fn({n: params[n] for n in step.reads}, {k: stats[k] for k in step.needs if k in stats})
     except PlanError as error:
         return [f"{step.name}: {problem}" for problem in error.problems]
     except NotImplementedError as error:

@@ -18,7 +18,7 @@ def execute(
     sink: Sink,
     stats: Mapping[str, Tensor] | None = None,
     *,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
     on_step: Callable[[Step, Params, Params], None] | None = None,
 ) -> dict[str, Tensor]:
     """Run `plan` from `source` to `sink`, one cell at a time; memory is bounded by two cells (one is read ahead).

@@ -95,7 +95,7 @@ class Shards:
         if buffer.numel():
             with open(entry.file, "rb", buffering=0) as file:
                 file.seek(entry.start)
-                _read_into(file, memoryview(buffer.numpy()), entry.file, name)
+                _read_into(file, buffer.numpy().data, entry.file, name)
         return buffer.view(entry.dtype).reshape(entry.shape)
 
 
@@ -154,7 +154,7 @@ class ShardWriter:
             if tuple(p.shape) != entry.shape or p.dtype != entry.dtype:
                 raise LayoutError(f"{name}: laid out as {entry.dtype} {entry.shape}, got {p.dtype} {tuple(p.shape)}")
             if p.numel():
-                data = memoryview(p.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+                data = p.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 _write_from(self._files[entry.file], data, entry.start)
             self._pending.discard(name)
 
