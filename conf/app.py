@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ..graph import LayoutError, PlanError
@@ -27,7 +28,7 @@ def run(config: DictConfig) -> float:
     try:
         return _JOBS[config.job.name](config)
     except (PlanError, LayoutError) as error:
-        if HydraConfig.get().mode.name == "MULTIRUN":
+        if _is_sweep():
             raise  # the sweep reports which of its jobs failed
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -55,7 +56,8 @@ def _evaluate(config: DictConfig) -> float:
     values = plain(config)
     if values["evaluation"] is None:
         raise PlanError("job=evaluate measures on `evaluation`, which is null")
-    model, reference = (_model(values["model"][key]) for key in ("path", "reference"))
+    model = _model(values["model"]["path"])
+    reference = _model(values["model"]["reference"]) if values["model"]["reference"] else None
     result = evaluate(model, data(values["evaluation"], "evaluation"), reference=reference, **values["job"]["settings"])
     print(f"perplexity  {result.perplexity:.4f}  ({result.tokens:,} tokens)")
     if result.kl is not None and result.top1 is not None:
@@ -66,7 +68,7 @@ def _evaluate(config: DictConfig) -> float:
 _JOBS = {"oneshot": _oneshot, "evaluate": _evaluate}
 
 
-def _model(path: str | None) -> str | None:
+def _model(path: str) -> str:
     from ..jobs.smollm2 import smollm2
 
     return str(smollm2()) if path == "smollm2" else path
@@ -77,7 +79,11 @@ def _output_dir(path: str | None) -> Path:
     settings = HydraConfig.get()
     if path is None:
         return Path(settings.runtime.output_dir) / "model"
-    return Path(path) / str(settings.job.num) if settings.mode.name == "MULTIRUN" else Path(path)
+    return Path(path) / str(settings.job.num) if _is_sweep() else Path(path)
+
+
+def _is_sweep() -> bool:
+    return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def _finite(value: float) -> float:

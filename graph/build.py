@@ -72,7 +72,7 @@ def _linear(name: str, module: nn.Module, site: str | None, block: int | None) -
     return Linear(
         name=name,
         weight=f"{name}.weight",
-        shape=tuple(module.weight.shape),
+        shape=tuple(module.get_parameter("weight").shape),
         cls=_class(module),
         bias=f"{name}.bias" if getattr(module, "bias", None) is not None else None,
         site=site,
@@ -93,13 +93,11 @@ def _blocks(model: nn.Module) -> tuple[str, ...]:
     """The items of the longest `ModuleList` whose items share one class: the decoder layers."""
     best: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.ModuleList)
-            and len({type(child) for child in module}) == 1
-            and len(module) > len(best)
-        ):
-            if not any(name.startswith(f"{prefix}.") for prefix in best):
-                best = tuple(f"{name}.{index}" for index in range(len(module)))
+        if not isinstance(module, nn.ModuleList) or len({type(child) for child in module}) != 1:
+            continue
+        nested = any(name.startswith(f"{prefix}.") for prefix in best)
+        if len(module) > len(best) and not nested:
+            best = tuple(f"{name}.{index}" for index in range(len(module)))
     return best
 
 

@@ -1,5 +1,6 @@
 """Collect statistics of activations in one forward over calibration batches."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -58,10 +59,8 @@ def observe(
         with torch.inference_mode():
             for batch in batches:
                 taps.start(batch)
-                try:
+                with contextlib.suppress(_Done):
                     body(input_ids=batch.input_ids, attention_mask=taps.padding(batch), use_cache=False)
-                except _Done:
-                    pass
                 taps.finish()
                 if progress is not None:
                     progress(len(batch.index))

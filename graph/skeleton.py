@@ -77,8 +77,9 @@ def trace_reads(model: nn.Module, linears: Iterable[str]) -> Reads:
     model = copy.deepcopy(model).bfloat16()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
-        if hasattr(model, "set_attn_implementation"):
-            model.set_attn_implementation("eager")
+        set_attention = getattr(model, "set_attn_implementation", None)
+        if callable(set_attention):
+            set_attention("eager")
         try:
             return _trace(model, names)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, DataDependentOutputException):

@@ -46,7 +46,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """An activation of `width` channels that every linear in `linears` reads. It bears the name of the first of them."""
+    """An activation of `width` channels that every linear in `linears` reads. It has the name of the first of them."""
 
     name: str
     width: int

@@ -23,8 +23,9 @@ def execute(
 ) -> dict[str, Tensor]:
     """Run `plan` from `source` to `sink`, one cell at a time; memory is bounded by two cells (one is read ahead).
 
-    Gives the same bytes as `apply`. Returns the statistics as they are after all edits. `progress` is called with the
-    bytes read of each finished cell, `on_step` with each step, what it read and what it changed. Raises `LayoutError` before any tensor is read when the source or the statistics are not what was planned for, and on a
+    Gives the same bytes as `apply`, and returns the statistics as they are after all edits. `progress` is called with
+    the bytes read of each finished cell, `on_step` with each step, what it read and what it changed. Raises
+    `LayoutError` before any tensor is read when the source or the statistics are not what was planned for, and on a
     NaN or infinite weight.
     """
     check_inputs(plan, source.specs(), stats or {})
