@@ -4,11 +4,15 @@ from collections.abc import Iterable
 
 
 class PlanError(ValueError):
-    """A transform cannot be planned on these tensors. Lists every problem found, not only the first."""
+    """A transform cannot be planned on these tensors.
+
+    `problems` holds every problem found, not only the first; the message shows up to twelve of them.
+    """
 
     def __init__(self, problems: str | Iterable[str]):
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
-        super().__init__("\n".join(self.problems))
+        hidden = len(self.problems) - 12
+        super().__init__("\n".join((*self.problems[:12], *((f"... and {hidden} more",) if hidden > 0 else ()))))
 
 
 class LayoutError(ValueError):

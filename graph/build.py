@@ -6,6 +6,7 @@ symmetries come from names, for the Llama, OPT and GPT-2 families.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -16,8 +17,30 @@ from .types import Axis, Graph, Linear, Site, Symmetry
 
 
 def build_graph(config: Any) -> Graph:
-    """The graph of the causal language model that `config` describes. No weights are made or read."""
-    return graph_of(skeleton(config), config)
+    """The graph of the causal language model that `config` describes. No weights are made or read.
+
+    The last few graphs are kept: a sweep asks for the same one again and again.
+    """
+    return _build_graph(_Config(config))
+
+
+class _Config:
+    """A config that equals every other with the same contents, so that it can be a key."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.text = f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Config) and self.text == other.text
+
+
+@lru_cache(maxsize=4)
+def _build_graph(key: _Config) -> Graph:
+    return graph_of(skeleton(key.config), key.config)
 
 
 def graph_of(model: nn.Module, config: Any) -> Graph:
@@ -82,9 +105,12 @@ def _linear(name: str, module: nn.Module, site: str | None, block: int | None) -
 
 
 def _class(module: nn.Module) -> str:
-    """The class that a quantization scheme targets: subclasses count as Linear or Embedding."""
+    """The class that a quantization scheme targets: subclasses count as Linear or Embedding if they compute the same.
+
+    OPT's learned positions are an embedding that shifts its indices; a loader that replaces its forward breaks it.
+    """
     for cls in (nn.Linear, nn.Embedding):
-        if isinstance(module, cls):
+        if isinstance(module, cls) and type(module).forward is cls.forward:
             return cls.__name__
     return type(module).__name__
 

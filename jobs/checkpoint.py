@@ -138,7 +138,9 @@ def quantized_config(config: Mapping[str, Any], graph: Graph, schemes: Mapping[s
         for index, ((scheme, kind), names) in enumerate(members.items())
     }
     targeted = set(classes.values()) if by_class else set()
-    ignore = [x.name for x in graph.linears.values() if x.cls in targeted and x.name not in schemes]
+    # a loader counts subclasses among a targeted class, so those of a class of their own are named too
+    unlike = {x.cls for x in graph.linears.values()} - {"Linear", "Embedding"} if targeted else set()
+    ignore = [x.name for x in graph.linears.values() if x.cls in targeted | unlike and x.name not in schemes]
     kinds = {kind for _, kind in members}
     quantization: dict[str, Any] = {
         "quant_method": "compressed-tensors",
@@ -160,13 +162,13 @@ def quantized_config(config: Mapping[str, Any], graph: Graph, schemes: Mapping[s
 def _decode_while_loading(schemes: Mapping[str, Scheme], graph: Graph) -> bool:
     """True when transformers must decode to float while it loads, which other readers ignore.
 
-    Its other way, keeping codes, cannot tie quantized modules, and fails on packed zero points (seen with transformers
-    5.24 and compressed-tensors 0.20.1: the module it prepares expects them unpacked).
+    Its other way, keeping codes, cannot look up packed embeddings or tie them, and fails on packed zero points (seen
+    with transformers 5.24 and compressed-tensors 0.20.1: the module it prepares expects them unpacked).
     """
     if any(scheme.input_activations is not None for scheme in schemes.values()):
         return False
-    tied = any(graph.linears[name].weight in graph.ties for name in schemes)
-    return tied or any(not scheme.weights.symmetric for scheme in schemes.values())
+    embedding = any(graph.linears[name].cls == "Embedding" for name in schemes)
+    return embedding or any(not scheme.weights.symmetric for scheme in schemes.values())
 
 
 def _args_config(args: QuantArgs | None) -> dict[str, Any] | None:

@@ -1,13 +1,17 @@
 """Recipes: a mapping of named stages with an order, in YAML or as a dict, built into one transform."""
 
+import dataclasses
 import difflib
+import hashlib
 import inspect
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from torch import Tensor
 
 from .. import transforms
 from ..graph import PlanError
@@ -31,9 +35,24 @@ def load_recipe(recipe: str | Path | Mapping[str, Any] | Transform) -> tuple[Tra
     if isinstance(recipe, Mapping):
         return build_recipe(recipe), recipe
     if isinstance(recipe, Transform):
-        return recipe, {"transform": repr(recipe)}
+        return recipe, describe(recipe)
     mapping = _read(str(recipe))
     return build_recipe(mapping), mapping
+
+
+def describe(value: Any) -> Any:
+    """A transform as plain values for a report: its class and settings; tensors by shape, dtype and hash."""
+    if isinstance(value, Tensor):
+        digest = hashlib.sha256(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return {"tensor": list(value.shape), "dtype": str(value.dtype), "sha256": digest.hexdigest()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        settings = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"_target_": f"{_PREFIX}{type(value).__name__}", **settings}
+    if isinstance(value, Mapping):
+        return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [describe(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
 def build_recipe(recipe: Mapping[str, Any]) -> Transform:

@@ -1,7 +1,8 @@
 """Plan a transform on shapes, and apply the plan to tensors in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,8 +50,16 @@ def plan(transform: Transform, specs: Params, graph: Graph) -> Plan:
     steps = tuple(_with_edited(step, needs) for step in steps)
     stats, problems = _stat_specs(needs, graph)
     target = dict(source)
+    checked: set[Hashable] = set()
     for index, step in enumerate(steps):
-        problems += _dry_run(step, target, stats, steps[index + 1 :])
+        pattern = _pattern(step, target, graph)
+        if pattern is not None and pattern in checked:
+            _fold_specs(step, target, step.writes)
+            continue
+        found = _dry_run(step, target, stats, steps[index + 1 :])
+        problems += found
+        if not found and pattern is not None:
+            checked.add(pattern)
     if problems:
         raise PlanError(problems)
     schemes = {name: scheme for step in steps for name, scheme in step.schemes.items()}
@@ -145,11 +154,42 @@ def _dry_run(step: Step, params: dict[str, Tensor], stats: dict[str, Tensor], la
         want = step.writes.get(name, got)
         if got.shape != want.shape or got.dtype != want.dtype:
             problems.append(f"{step.name}: {name}: declares {_show(want)}, returns {_show(got)}")
+    _fold_specs(step, params, changed)
+    stats.update(restated)
+    return problems
+
+
+def _fold_specs(step: Step, params: dict[str, Tensor], changed: Params) -> None:
     for name in step.drops:
         del params[name]
     params.update({name: _meta(p) for name, p in changed.items()})
-    stats.update(restated)
-    return problems
+
+
+def _pattern(step: Step, params: Params, graph: Graph) -> Hashable | None:
+    """What a dry run depends on, with the block's prefix taken out of all names: blocks that are alike run once.
+
+    None where that cannot be told: outside blocks, for a function that is not a partial of a module's function, and
+    for settings that are tensors.
+    """
+    block = graph.block_of(step.reads[0]) if step.reads else None
+    if block is None or not isinstance(step.fn, partial) or _holds_tensor(tuple(step.fn.keywords.values())):
+        return None
+    if any(name not in params for name in (*step.reads, *step.drops)):
+        return None
+    prefix = graph.blocks[block] + "."
+    shapes = [(name, _show(params[name])) for name in step.reads]
+    shapes += [(name, _show(p)) for name, p in step.writes.items()]
+    widths = [(key, graph.sites[split_key(key)[1]].width) for key in step.needs if split_key(key)[1] in graph.sites]
+    text = repr((shapes, widths, step.drops, step.needs, step.edits, step.fn.args, step.fn.keywords))
+    return step.fn.func, text.replace(prefix, "*.")
+
+
+def _holds_tensor(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(item) for item in value.values())
+    return isinstance(value, tuple | list) and any(_holds_tensor(item) for item in value)
 
 
 def _no_closed_form(step: Step, later: tuple[Step, ...], error: Exception) -> str:

@@ -37,6 +37,7 @@ def guard_scale(s: Tensor, act: Tensor, floor: float, bounds: tuple[float, float
 
 def scale_axis(p: Tensor, axis: Axis, s_C: Tensor, inverse: bool = False) -> Tensor:
     """`p` with the channels of `axis` times s (or divided by s), in float32, rounded once to the dtype of `p`."""
+    s_C = s_C.to(p.device)  # given scales may lie elsewhere; the dry run is on meta tensors
     s = s_C if axis.classes is None else s_C[torch.tensor(axis.classes, device=s_C.device)]
     shape = [1] * p.ndim
     shape[axis.dim] = axis.size
@@ -249,5 +250,6 @@ def _given(params: Params, stats: Stats, *, symmetry: Symmetry, s_C: Tensor) -> 
     for axis in symmetry.consumers:
         out[axis.param] = scale_axis(out[axis.param], axis, s_C)
     classes = symmetry.site_classes
+    s_C = s_C.to(out[symmetry.producers[0].param].device)
     s_site = s_C if classes is None else s_C[torch.tensor(classes, device=s_C.device)]
     return out, rescale_stats(stats, symmetry.site, s_site)

@@ -1,0 +1,34 @@
+"""One run of `regauge.oneshot` in a process of its own; prints one line of JSON. Started by `ptq.py`."""
+
+import json
+import resource
+import sys
+import time
+
+began = time.perf_counter()
+
+import regauge as rg  # noqa: E402 (the import is part of what is timed)
+
+
+def main(settings: dict) -> dict:
+    start = time.perf_counter()
+    report = rg.oneshot(
+        settings["model"],
+        rg.Data(**settings["data"]),
+        settings["output"],
+        settings["recipe"],
+        overwrite_output_dir=True,
+        reuse_statistics=settings["reuse"],
+        plots=False,
+    )
+    end = time.perf_counter()
+    return {
+        "seconds": end - start,
+        "process": end - began,
+        "phases": dict(report.seconds),
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))
