@@ -11,6 +11,12 @@ import regauge as rg  # noqa: E402 (the import is part of what is timed)
 
 
 def main(settings: dict) -> dict:
+    if "sweep" in settings:
+        return {"seconds": [one({**settings, "recipe": recipe})["seconds"] for recipe in settings["sweep"]]}
+    return one(settings)
+
+
+def one(settings: dict) -> dict:
     start = time.perf_counter()
     report = rg.oneshot(
         settings["model"],

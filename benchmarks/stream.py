@@ -25,7 +25,7 @@ def make(folder: Path, gigabytes: float) -> None:
     from regauge.graph.adapters import ShardWriter
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    settings = dict(hidden_size=2048, intermediate_size=5632, num_attention_heads=32, num_key_value_heads=8)
+    settings = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 8}
     per_layer = 2 * (2048 * 2048 * 2 + 2048 * 512 * 2 + 3 * 2048 * 5632)
     layers = max(1, round((gigabytes * 1e9 - 2 * 2 * 32000 * 2048) / per_layer))
     config = LlamaConfig(**settings, num_hidden_layers=layers, vocab_size=32000, dtype="bfloat16")

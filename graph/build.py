@@ -64,8 +64,9 @@ def graph_of(model: nn.Module, config: Any) -> Graph:
         offsets=_offsets(model),
     )
     site_of = {name: names[0] for names in reads.groups for name in names}
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     linears = {
-        name: _linear(name, module, site_of.get(name), graph.block_of(name))
+        name: _linear(name, module, site_of.get(name), graph.block_of(name), module is table)
         for name, module in model.named_modules()
         if name in contracted or isinstance(module, nn.Embedding)
     }
@@ -91,23 +92,25 @@ def _fan_in(linear: Linear) -> int:
     return linear.shape[0] if linear.transposed else linear.shape[-1]
 
 
-def _linear(name: str, module: nn.Module, site: str | None, block: int | None) -> Linear:
+def _linear(name: str, module: nn.Module, site: str | None, block: int | None, is_table: bool) -> Linear:
+    cls = "Embedding" if is_table else _class(module)
     return Linear(
         name=name,
         weight=f"{name}.weight",
         shape=tuple(module.get_parameter("weight").shape),
-        cls=_class(module),
+        cls=cls,
         bias=f"{name}.bias" if getattr(module, "bias", None) is not None else None,
         site=site,
         block=block,
-        transposed=_class(module) == "Conv1D",
+        transposed=cls == "Conv1D",
     )
 
 
 def _class(module: nn.Module) -> str:
     """The class that a quantization scheme targets: subclasses count as Linear or Embedding if they compute the same.
 
-    OPT's learned positions are an embedding that shifts its indices; a loader that replaces its forward breaks it.
+    OPT's learned positions are an embedding that shifts its indices; a loader that replaces its forward breaks it. The
+    token embedding is an Embedding whatever it does to its output (Gemma scales it).
     """
     for cls in (nn.Linear, nn.Embedding):
         if isinstance(module, cls) and type(module).forward is cls.forward:

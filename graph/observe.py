@@ -141,4 +141,5 @@ class _Taps:
             values = state[..., :-1] if key.startswith("sample:") else state
             if not bool(torch.isfinite(values).all()):
                 raise LayoutError(f"calibration: {key} is not finite; the model overflows on this data")
-        return self.states
+        # copies made outside inference mode, so that the result can take part in autograd
+        return {key: state.clone() for key, state in self.states.items()}

@@ -1,0 +1,187 @@
+"""What every transform must do, in one table over transforms and models."""
+
+from functools import partial
+
+import pytest
+import regauge as rg
+import torch
+from regauge.transforms import (
+    Decode,
+    Dequantize,
+    Encode,
+    LogEqualize,
+    Quantize,
+    Rescale,
+    SmoothQuant,
+    chain,
+    identity,
+    partition,
+    run_step,
+    select,
+)
+from safetensors.torch import load_file, save_file
+
+HEAD = ("lm_head",)
+ALL = ("norm", "v_o", "up_down")
+ASYM = {"weights": {"num_bits": 8, "symmetric": False, "strategy": "channel"}}
+TENSOR = {"weights": {"num_bits": 8, "symmetric": False, "strategy": "tensor"}}
+ODD = {"weights": {"num_bits": 3, "strategy": "group", "group_size": 16}}
+
+
+def rescale(tiny):
+    generator = torch.Generator().manual_seed(1)
+    return Rescale(scales={s.name: torch.rand(s.width, generator=generator) + 0.5 for s in tiny.graph.symmetries})
+
+
+def encoded(tiny, quantize, *then):
+    """The quantizer, then transforms that need to know what it did."""
+    schemes = rg.plan(quantize, tiny.params, tiny.graph).schemes
+    return chain(quantize, *(transform(schemes=schemes) for transform in then))
+
+
+TRANSFORMS = {
+    "identity": lambda t: identity(),
+    "smooth": lambda t: SmoothQuant(alpha=0.6),
+    "smooth_range": lambda t: SmoothQuant(alpha=0.6, statistic="range"),
+    "smooth_all": lambda t: SmoothQuant(kinds=tuple({s.kind: 0 for s in t.graph.symmetries})),
+    "log": lambda t: LogEqualize(),
+    "rescale": rescale,
+    "w8a8": lambda t: Quantize(scheme="W8A8", ignore=HEAD),
+    "w8a16": lambda t: Quantize(scheme="W8A16", ignore=HEAD),
+    "w4a16": lambda t: Quantize(scheme="W4A16", group_size=16, ignore=HEAD),
+    "w4a16_asym": lambda t: Quantize(scheme="W4A16_ASYM", group_size=16, ignore=HEAD),
+    "asym_channel": lambda t: Quantize(scheme=ASYM, ignore=HEAD, scale_dtype="float32"),
+    "embedding": lambda t: Quantize(scheme="W8A8", targets=("Linear", "Embedding")),
+    "fake": lambda t: Quantize(scheme="W4A16_ASYM", group_size=16, ignore=HEAD, form="fake"),
+    "dequantize": lambda t: encoded(t, Quantize(ignore=HEAD), partial(Dequantize, dtype="float32")),
+    "encode_int": lambda t: encoded(t, Quantize(ignore=HEAD), Encode),
+    "encode_pack": lambda t: encoded(t, Quantize(scheme="W4A16_ASYM", group_size=16, ignore=HEAD), Encode),
+    "encode_odd": lambda t: encoded(t, Quantize(scheme=ODD, ignore=HEAD), Encode),
+    "encode_tensor": lambda t: encoded(t, Quantize(scheme=TENSOR, ignore=HEAD), Encode),
+    "encode_untied": lambda t: encoded(t, Quantize(targets=("Linear", "Embedding")), partial(Encode, untie=True)),
+    "decode": lambda t: encoded(t, Quantize(scheme=ODD, ignore=HEAD), Encode, Decode),
+    "select": lambda t: select(Quantize(), include=["re:.*0.*"], exclude=["lm_head"]),
+    "partition": lambda t: partition(
+        {"a": Quantize(scheme="W8A16"), "b": Quantize(scheme="W4A16", group_size=16), "rest": identity()},
+        {"re:.*self_attn": "a", "re:.*(mlp|fc)": "b", "re:": "rest"},
+    ),
+    "chain": lambda t: chain(SmoothQuant(), LogEqualize(), Quantize(ignore=HEAD)),
+}
+CONV = ["identity", "smooth", "smooth_range", "smooth_all", "log", "rescale", "fake"]
+CASES = [(name, kind) for name in TRANSFORMS for kind in ("llama", "tied_llama", "opt", "gemma")]
+CASES += [(name, "gpt2") for name in CONV]
+
+
+@pytest.fixture
+def case(request, tiny):
+    """The tiny model, the transform and its plan."""
+    name, kind = request.param
+    model = tiny(kind)
+    transform = TRANSFORMS[name](model)
+    return model, transform, rg.plan(transform, model.params, model.graph)
+
+
+table = pytest.mark.parametrize("case", CASES, indirect=True, ids=["-".join(case) for case in CASES])
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+@table
+def test_planned_shapes_are_the_real_ones(case):
+    model, _, plan = case
+    out = rg.apply(plan, model.params, model.stats)
+    assert {n: (p.shape, p.dtype) for n, p in out.items()} == {n: (p.shape, p.dtype) for n, p in plan.target.items()}
+
+
+@table
+def test_inputs_stay_and_untouched_tensors_are_the_same_objects(case):
+    model, _, plan = case
+    tensors = {**model.params, **model.stats}
+    before = {name: (p.clone(), p._version) for name, p in tensors.items()}
+    out = rg.apply(plan, model.params, model.stats)
+    assert all(torch.equal(p, before[n][0]) and p._version == before[n][1] for n, p in tensors.items())
+    touched = {name for step in plan.steps for name in (*step.writes, *step.drops)}
+    assert all(out[name] is p for name, p in model.params.items() if name not in touched)
+
+
+@table
+def test_steps_are_honest_about_what_they_touch(case):
+    model, _, plan = case
+    params, stats = dict(model.params), dict(model.stats)
+    for step in plan.steps:
+        changed, restated = step.fn({n: params[n] for n in step.reads}, {k: stats[k] for k in step.needs})
+        assert set(changed) == set(step.writes)
+        assert set(restated) <= set(step.needs)
+        assert {k.partition(":")[2] for k in restated} <= set(step.edits)
+        run_step(step, params, stats)
+
+
+@table
+def test_cells_are_disjoint_and_cover_everything(case):
+    _, _, plan = case
+    cells = plan.cells
+    assert sorted(n for cell in cells for n in cell.reads) == sorted(plan.source)
+    assert sorted(n for cell in cells for n in cell.writes) == sorted(plan.target)
+    assert sum(len(cell.steps) for cell in cells) == len(plan.steps)
+    for cell in cells:
+        names = {*cell.reads, *cell.writes}
+        assert all({*step.reads, *step.writes, *step.drops} <= names | _made(plan) for step in cell.steps)
+
+
+def _made(plan):
+    """Names that exist only between steps."""
+    return {n for s in plan.steps for n in (*s.writes, *s.drops)} - set(plan.source) - set(plan.target)
+
+
+@table
+def test_streamed_equals_whole_to_the_byte(case, tmp_path):
+    model, _, plan = case
+    whole = rg.apply(plan, model.params, model.stats)
+    (tmp_path / "in").mkdir()
+    save_file(model.params, tmp_path / "in" / "model.safetensors")
+    for name, limit in (("one", 10**9), ("many", 10_000)):
+        (tmp_path / name).mkdir()
+        writer = rg.ShardWriter(tmp_path / name, plan.target, limit)
+        rg.execute(plan, rg.Shards(tmp_path / "in"), writer, model.stats)
+        writer.close()
+        files = sorted((tmp_path / name).glob("*.safetensors"))
+        assert (len(files) == 1) == (name == "one")
+        assert equal({n: p for file in files for n, p in load_file(file).items()}, whole)
+        with rg.Shards(tmp_path / name).read(plan.target) as back:
+            assert equal(back, whole)
+
+
+@table
+def test_memory_to_memory_equals_apply(case):
+    model, _, plan = case
+    sink = rg.Memory()
+    final = rg.execute(plan, rg.Memory(model.params), sink, model.stats)
+    assert equal(sink.params, rg.apply(plan, model.params, model.stats))
+    assert final.keys() == model.stats.keys()
+
+
+@table
+def test_identity_is_neutral_and_planning_repeats(case):
+    model, transform, plan = case
+    expected = rg.apply(plan, model.params, model.stats)
+    for other in (chain(transform, identity()), chain(identity(), transform), chain(chain(transform))):
+        again = rg.plan(other, model.params, model.graph)
+        assert [s.name for s in again.steps] == [s.name for s in plan.steps]
+        assert equal(rg.apply(again, model.params, model.stats), expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied_llama"])
+@pytest.mark.parametrize("scheme", ["W8A8", "W4A16", "W4A16_ASYM", ODD, ASYM, TENSOR], ids=str)
+def test_the_two_forms_are_the_same_numbers(tiny, kind, scheme):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = tiny(kind, dtype)
+        size = 16 if isinstance(scheme, str) and scheme.startswith("W4") else None
+        quantize = partial(Quantize, scheme=scheme, group_size=size, targets=("Linear", "Embedding"))
+        schemes = rg.plan(quantize(), model.params, model.graph).schemes
+        back = Dequantize(schemes=schemes, dtype=str(dtype).removeprefix("torch."))
+        pair = [quantize(form="fake"), chain(quantize(), Encode(schemes=schemes), Decode(schemes=schemes), back)]
+        fake, real = (rg.apply(rg.plan(t, model.params, model.graph), model.params) for t in pair)
+        assert equal(fake, real)
+        assert not equal(fake, model.params)
