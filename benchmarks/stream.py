@@ -108,9 +108,8 @@ def main() -> None:
     copied, took = statistics.median(copies), statistics.median(run["seconds"] for run in runs)
     peak, cell = max(run["peak"] for run in runs), runs[0]["cell"]
     limit = 3 * cell + 400e6
-    print(
-        f"checkpoint {size / 1e9:.2f} GB, {args.scheme} writes {runs[0]['written'] / 1e9:.2f} GB, median of {args.repeats}"
-    )
+    written = runs[0]["written"] / 1e9
+    print(f"checkpoint {size / 1e9:.2f} GB, {args.scheme} writes {written:.2f} GB, median of {args.repeats}")
     print(f"cp -r    {copied:6.2f} s  {size / copied / 1e9:5.2f} GB/s  ({', '.join(f'{x:.2f}' for x in copies)})")
     each = ", ".join(f"{run['seconds']:.2f}" for run in runs)
     print(f"execute  {took:6.2f} s  {size / took / 1e9:5.2f} GB/s  ({each})")

@@ -64,7 +64,8 @@ def graph_of(model: nn.Module, config: Any) -> Graph:
         offsets=_offsets(model),
     )
     site_of = {name: names[0] for names in reads.groups for name in names}
-    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    find_table = getattr(model, "get_input_embeddings", None)
+    table = find_table() if callable(find_table) else None
     linears = {
         name: _linear(name, module, site_of.get(name), graph.block_of(name), module is table)
         for name, module in model.named_modules()
