@@ -1,13 +1,19 @@
 """One run of `regauge.oneshot` in a process of its own; prints one line of JSON. Started by `ptq.py`."""
 
 import json
-import resource
+import re
 import sys
 import time
 
 began = time.perf_counter()
 
 import regauge as rg  # noqa: E402 (the import is part of what is timed)
+
+
+def peak_memory() -> int:
+    """Peak resident bytes of this program; getrusage would count the parent's from before it was loaded."""
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", file.read())[1])
 
 
 def main(settings: dict) -> dict:
@@ -32,7 +38,7 @@ def one(settings: dict) -> dict:
         "seconds": end - start,
         "process": end - began,
         "phases": dict(report.seconds),
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak": peak_memory(),
     }
 
 

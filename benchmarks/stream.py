@@ -9,7 +9,6 @@ process; the limit beside it is three times the largest cell plus 400 MB of libr
 
 import argparse
 import json
-import resource
 import shutil
 import statistics
 import subprocess
@@ -49,6 +48,7 @@ def quantize(source: str, target: str, scheme: str) -> dict:
     import regauge as rg
     from regauge.jobs.checkpoint import open_checkpoint
     from regauge.jobs.oneshot import plan_output
+    from regauge.jobs.report import peak_memory
 
     checkpoint = open_checkpoint(source)
     plan = plan_output(rg.transforms.Quantize(scheme=scheme, ignore=("lm_head",)), checkpoint)
@@ -59,7 +59,7 @@ def quantize(source: str, target: str, scheme: str) -> dict:
     rg.execute(plan, checkpoint.shards, writer)
     writer.close()
     seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_memory()
     return {
         "seconds": seconds,
         "peak": peak,

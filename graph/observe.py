@@ -21,6 +21,9 @@ class Batch:
     index: Tensor
 
 
+_POSITIONS = 1 << 24  # more than any sequence has
+
+
 class _Done(Exception):
     """Every site of this batch was seen; nothing after it matters."""
 
@@ -93,8 +96,8 @@ class _Taps:
 
     def start(self, batch: Batch) -> None:
         self.seen.clear()
-        length = batch.input_ids.shape[1]
-        rows = batch.index[:, None] * length + torch.arange(length)
+        # row numbers depend on the sequence and the position alone, so that samples do not depend on the batching
+        rows = batch.index[:, None] * _POSITIONS + torch.arange(batch.input_ids.shape[1])
         keep = batch.attention_mask.reshape(-1).bool()
         self.keep = None if bool(keep.all()) else keep.nonzero().squeeze(1)
         self.rows = rows.reshape(-1) if self.keep is None else rows.reshape(-1)[self.keep]
@@ -123,7 +126,7 @@ class _Taps:
         x_TC = x.detach().reshape(-1, x.shape[-1])
         rows = self.rows
         if x_TC.shape[0] != self.count:  # routed tokens: their positions are not known here
-            rows = torch.arange(x_TC.shape[0])
+            rows = self.tokens[site] + torch.arange(x_TC.shape[0])
         elif self.keep is not None:
             x_TC = x_TC[self.keep]
         self.tokens[site] += x_TC.shape[0]

@@ -17,7 +17,6 @@ _log = logging.getLogger(__name__)
 HUB_NAMES = {
     "open_platypus": "garage-bAInd/Open-Platypus",
     "ultrachat": "HuggingFaceH4/ultrachat_200k",
-    "wikitext": "Salesforce/wikitext",
 }
 _TEXT, _JSON = {".txt", ".md", ".rst"}, {".jsonl", ".json"}
 

@@ -1,15 +1,17 @@
 """The main job: calibrate once, equalize, quantize, write a checkpoint, measure it."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import logging
 import os
 import platform
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -336,19 +338,23 @@ def _require(package: str, purpose: str) -> None:
 
 
 def _load_quietly(folder: Path) -> nn.Module:
-    """Load without the loader's own progress bars, which would break ours."""
-    from transformers.utils import logging as hf_logging
+    """Load without the loaders' own progress bars, which would break ours; what they say of a failure is shown.
 
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
+    One token goes through the model too: compressed-tensors decodes weights at the first forward.
+    """
+    said = io.StringIO()
     try:
-        return load_model(folder)
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
+        with contextlib.redirect_stderr(said):
+            model = load_model(folder)
+            with torch.inference_mode():
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+        return model
+    except BaseException:
+        sys.stderr.write(said.getvalue())
+        raise
 
 
-@contextmanager
+@contextlib.contextmanager
 def _phase(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield

@@ -52,7 +52,8 @@ def test_imports_run_one_way(path):
 
 
 def test_every_package_is_listed_for_the_wheel():
-    found = {"regauge"} | {f"regauge.{'.'.join(p.relative_to(ROOT).parts[:-1])}" for p in FILES}
+    configs = sorted((ROOT / "conf").rglob("*.yaml"))
+    found = {"regauge"} | {f"regauge.{'.'.join(p.relative_to(ROOT).parts[:-1])}" for p in (*FILES, *configs)}
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert sorted(found) == sorted(listed)
 

@@ -102,7 +102,9 @@ def check_inputs(plan: Plan, params: Params, stats: Stats) -> None:
     missing = [key for key in plan.needs if key not in stats]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        problems.append(f"statistic {missing[0]!r}{more} is missing; calibrate with regauge.observe(model, ..., plan)")
+        problems.append(
+            f"statistic {missing[0]!r}{more} is missing; collect it by observe(model, batches, plan.needs, graph)"
+        )
     if problems:
         raise LayoutError("\n".join(problems))
 

@@ -1,7 +1,8 @@
 """Statistics of an activation as commutative monoids: `init`, `update`, `merge`, and `rescale` under x -> x / s.
 
 Legend: T = tokens, C = channels. Every state is one tensor, so a set of statistics is a plain dict of tensors, can be
-saved as safetensors, and is combined over batches or ranks by `merge` in any order. States are float32 (counts int64).
+saved as safetensors, and is combined over batches or ranks by `merge` in any order. States are float32, token counts
+included (exact up to 2^24).
 """
 
 from collections.abc import Mapping
@@ -117,7 +118,7 @@ class Gram:
 class Sample:
     """`size` rows of x drawn without replacement, the same whatever the batching: shape (size, C + 1).
 
-    Row number r of the calibration set (sequence times length plus position) gets the priority hash(seed, r), and the
+    A row's number, which follows from its sequence and position, gives it the priority hash(seed, number), and the
     smallest priorities stay. The last column is the priority; an empty slot has priority +inf.
     """
 
@@ -134,6 +135,7 @@ class Sample:
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         both = torch.cat((a, b))
+        both = both[both[:, 0].argsort(stable=True)]  # equal priorities, which are rare, in an order of their own
         return both[both[:, -1].argsort(stable=True)[: self.size]]
 
     def rescale(self, state: Tensor, s_C: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from regauge.jobs import build_recipe
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# a text fence right below a python fence: the latter's output
+SHOWN = re.compile(r"^```python\n((?:(?!^```).)*?)^```\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 named = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 
 
@@ -23,6 +25,19 @@ def test_python_examples_run_in_order(page, tmp_path, monkeypatch):
     namespace = {"__name__": "example"}
     for number, body in enumerate(fences(page, "python")):
         exec(compile(body, f"{page.name}[{number}]", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if SHOWN.search(p.read_text())], ids=lambda p: p.name)
+def test_output_shown_below_an_example_is_what_it_prints(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "example"}
+    text = page.read_text()
+    shown = {match[1]: match[2] for match in SHOWN.finditer(text)}
+    for body in fences(page, "python"):
+        capsys.readouterr()
+        exec(compile(body, page.name, "exec"), namespace)
+        if body in shown:
+            assert capsys.readouterr().out == shown[body]
 
 
 @named

@@ -27,6 +27,10 @@ def plain_inputs(model, site):
     return torch.cat(rows)
 
 
+def _alone(tiny):
+    return rg.observe(tiny.model, batches(SEQUENCES, 1), keys(tiny.graph, ("sample",)), tiny.graph)
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["llama", "opt"])
 def test_padding_and_batching_do_not_show(tiny, size, kind):
@@ -39,6 +43,7 @@ def test_padding_and_batching_do_not_show(tiny, size, kind):
         assert torch.allclose(stats[f"meanabs:{site}"][:-1], x.abs().sum(0), rtol=1e-4, atol=1e-4)
         assert torch.allclose(stats[f"gram:{site}"][:-1], x.T @ x, rtol=1e-4, atol=1e-4)
         assert stats[f"meanabs:{site}"][-1] == stats[f"gram:{site}"][-1, 0] == len(x) == 29
+        assert torch.equal(stats[f"sample:{site}"][:, -1], _alone(tiny(kind))[f"sample:{site}"][:, -1])
         sampled = rg.transforms.KINDS["sample"].rows(stats[f"sample:{site}"])
         assert torch.allclose(sampled.sum(0), x.sum(0), atol=1e-3)
 
