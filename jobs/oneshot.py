@@ -240,7 +240,7 @@ def _sqnr_rows(step: Step, before: Params, after: Params) -> Iterator[LinearRow]
 
 
 def _evaluate(source: Path, target: Path, ids: list) -> tuple[Evaluation, Evaluation]:
-    reference, quantized = _load_quietly(source), _load_quietly(target)
+    reference, quantized = _load_quietly(source), _load_quietly(target, warm=True)
     with progress_bar(2 * len(ids), "measuring", "sequence") as bar:
         before = compare(reference, ids, progress=bar.update)
         after = compare(quantized, ids, reference=reference, progress=bar.update)
@@ -337,17 +337,18 @@ def _require(package: str, purpose: str) -> None:
         raise LayoutError(f"{purpose} needs the package {package}: pip install 'regauge[demo]'")
 
 
-def _load_quietly(folder: Path) -> nn.Module:
+def _load_quietly(folder: Path, warm: bool = False) -> nn.Module:
     """Load without the loaders' own progress bars, which would break ours; what they say of a failure is shown.
 
-    One token goes through the model too: compressed-tensors decodes weights at the first forward.
+    `warm` sends one token through the model, at which compressed-tensors decodes weights, with a bar.
     """
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             model = load_model(folder)
-            with torch.inference_mode():
-                model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+            if warm:
+                with torch.inference_mode():
+                    model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
         return model
     except BaseException:
         sys.stderr.write(said.getvalue())

@@ -92,6 +92,19 @@ def test_large_matrices_are_rounded_in_pieces_to_the_same_codes(strategy, symmet
         assert torch.equal(whole[pick], quantize(w[pick], one, zero, args))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stored_scales_are_the_largest_that_do_not_exceed_the_exact_ones(dtype):
+    """Else the largest weight of a group, half a step beyond the last code, would be rounded inward."""
+    args = QuantArgs(num_bits=4, strategy="channel")
+    w = -torch.rand(500, 1, generator=torch.Generator().manual_seed(0)).add(0.1)
+    scale, _ = quantization_parameters(w, args, dtype)
+    exact = w.abs() / 7.5
+    above = torch.nextafter(scale, torch.tensor(float("inf"), dtype=dtype))
+    assert bool((scale.float() <= exact).all())
+    assert bool((above.float() > exact).all())
+    assert quantize(w, scale, None, args).unique().tolist() == [-8]
+
+
 def test_rounding_is_half_to_even():
     args = QuantArgs(strategy="tensor")
     w = torch.tensor([[127.5, 0.5, 1.5, 2.5, -0.5, -1.5]])
