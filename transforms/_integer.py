@@ -134,11 +134,18 @@ def _codes(w: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantArgs)
     x = _grouped(w, args).float() / _spread(scale, args).float()
     if zero_point is not None:
         x = x + _spread(zero_point, args).float()
+    if _is_plain(x):  # x is ours: no further copies
+        return x.clamp_(args.qmin, args.qmax).round_().reshape(w.shape)
     return _round(x.clamp(args.qmin, args.qmax)).reshape(w.shape)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """True when nothing differentiates or batches over x."""
+    return not x.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _round(x: Tensor) -> Tensor:
     """Half to even; x + (round(x) - x) is exact here, and its derivative is one."""
-    if not x.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if _is_plain(x):
         return torch.round(x)
     return x + (torch.round(x) - x).detach()

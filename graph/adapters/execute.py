@@ -21,7 +21,8 @@ def execute(
     progress: Callable[[int], object] | None = None,
     on_step: Callable[[Step, Params, Params], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Run `plan` from `source` to `sink`, one cell at a time; memory is bounded by two cells (one is read ahead).
+    """Run `plan` from `source` to `sink`, one cell at a time, while the next is read and the last is written:
+    memory is bounded by three cells.
 
     Gives the same bytes as `apply`, and returns the statistics as they are after all edits. `progress` is called with
     the bytes read of each finished cell, `on_step` with each step, what it read and what it changed. Raises
@@ -31,18 +32,23 @@ def execute(
     check_inputs(plan, source.specs(), stats or {})
     cells = plan.cells
     known = dict(stats or {})
-    with ThreadPoolExecutor(max_workers=1) as ahead:
+    with ThreadPoolExecutor(max_workers=1) as ahead, ThreadPoolExecutor(max_workers=1) as behind:
         pending: Future | None = None
+        writing: Future | None = None
         for index, cell in enumerate(cells):
             params = pending.result() if pending is not None else _fetch(source, cell)
             following = cells[index + 1] if index + 1 < len(cells) else None
             pending = ahead.submit(_fetch, source, following) if following is not None else None
             size = sum(p.nbytes for p in params.values())
             _run_cell(cell, params, known, on_step)
-            sink.write({name: params[name] for name in cell.writes})
+            if writing is not None:
+                writing.result()
+            writing = behind.submit(sink.write, {name: params[name] for name in cell.writes})
             del params
             if progress is not None:
                 progress(size)
+        if writing is not None:
+            writing.result()
     return known
 
 
@@ -52,15 +58,17 @@ def _fetch(source: Source, cell: Cell) -> dict[str, Tensor]:
 
 
 def _run_cell(cell: Cell, params: dict[str, Tensor], stats: dict[str, Tensor], on_step) -> None:
-    if cell.steps:
-        for name, p in params.items():
-            require_finite(name, p)
+    read = dict(params) if cell.steps else {}
     with torch.no_grad():
         for step in cell.steps:
             before = {name: params[name] for name in step.reads} if on_step is not None else {}
             changed = run_step(step, params, stats)
             if on_step is not None:
                 on_step(step, before, changed)
+    for name, p in read.items():
+        scale = params.get(f"{name}_scale")  # it is not finite if a weight is not, and has far fewer numbers
+        if scale is None or not bool(torch.isfinite(scale).all()):
+            require_finite(name, p)
 
 
 def require_finite(name: str, p: Tensor) -> None:
