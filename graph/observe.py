@@ -56,7 +56,7 @@ def observe(
     taps = _Taps(by_site, graph)
     handles = [model.get_submodule(site).register_forward_pre_hook(taps.hook(site)) for site in by_site]
     body = _body(model, by_site)
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
         with torch.inference_mode():
@@ -70,7 +70,8 @@ def observe(
     finally:
         for handle in handles:
             handle.remove()
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
     return taps.result()
 
 
@@ -126,6 +127,11 @@ class _Taps:
         x_TC = x.detach().reshape(-1, x.shape[-1])
         rows = self.rows
         if x_TC.shape[0] != self.count:  # routed tokens: their positions are not known here
+            if self.keep is not None:
+                raise LayoutError(
+                    f"calibration: {site} sees some of the tokens only, and which of them are padding cannot be told; "
+                    "use a batch size of 1, or sequences of one length"
+                )
             rows = self.tokens[site] + torch.arange(x_TC.shape[0])
         elif self.keep is not None:
             x_TC = x_TC[self.keep]

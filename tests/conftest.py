@@ -48,6 +48,7 @@ _OPT = {
 CONFIGS = {
     "llama": LlamaConfig(**_SHAPE),
     "tied_llama": LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "biased_llama": LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4}, attention_bias=True, mlp_bias=True),
     "mistral": MistralConfig(**_SHAPE),
     "qwen2": Qwen2Config(**_SHAPE),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=8),

@@ -126,6 +126,9 @@ def _toward_zero(scale: Tensor, dtype: torch.dtype) -> Tensor:
     if not bits:
         return scale
     cut = (scale.detach().contiguous().view(torch.int32) & -(1 << bits)).view(torch.float32)
+    if dtype == torch.float16:  # below the smallest normal number the step is fixed
+        tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        cut = torch.where(cut < torch.finfo(dtype).smallest_normal, (cut / tiny).floor() * tiny, cut)
     return scale + (cut - scale).detach()  # exact: the two are within a factor of two
 
 

@@ -31,6 +31,7 @@ class Plan:
     target: Params
     needs: tuple[str, ...]
     schemes: Mapping[str, Scheme] = field(default_factory=dict)
+    stats: Stats = field(default_factory=dict)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -49,6 +50,7 @@ def plan(transform: Transform, specs: Params, graph: Graph) -> Plan:
     needs = tuple(dict.fromkeys(key for step in steps for key in step.needs))
     steps = tuple(_with_edited(step, needs) for step in steps)
     stats, problems = _stat_specs(needs, graph)
+    planned = dict(stats)
     target = dict(source)
     checked: set[Hashable] = set()
     for index, step in enumerate(steps):
@@ -63,7 +65,7 @@ def plan(transform: Transform, specs: Params, graph: Graph) -> Plan:
     if problems:
         raise PlanError(problems)
     schemes = {name: scheme for step in steps for name, scheme in step.schemes.items()}
-    return Plan(steps=steps, source=source, target=target, needs=needs, schemes=schemes)
+    return Plan(steps=steps, source=source, target=target, needs=needs, schemes=schemes, stats=planned)
 
 
 def apply(plan: Plan, params: Params, stats: Stats | None = None) -> dict[str, Tensor]:
@@ -99,6 +101,11 @@ def check_inputs(plan: Plan, params: Params, stats: Stats) -> None:
         got = params.get(name)
         if got is not None and (got.shape != want.shape or got.dtype != want.dtype):
             problems.append(f"{name}: planned for {_show(want)}, got {_show(got)}; plan again on these tensors")
+    for key, want in plan.stats.items():
+        got = stats.get(key)
+        first = 1 if key.startswith("sample:") else 0  # a sample may hold more rows than planned
+        if got is not None and (got.ndim != want.ndim or got.shape[first:] != want.shape[first:]):
+            problems.append(f"statistic {key!r}: planned for {_show(want)}, got {_show(got)}")
     missing = [key for key in plan.needs if key not in stats]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

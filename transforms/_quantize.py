@@ -17,6 +17,11 @@ from ._types import Params, Stats, Step, spec
 FORMS = ("integer", "fake")
 
 
+def _is_float(name: str) -> bool:
+    dtype = getattr(torch, name, None)
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize:
     """Round-to-nearest quantization of the weights of linears and embeddings.
@@ -51,7 +56,7 @@ class Quantize:
             if isinstance(value, str):
                 raise ValueError(f"{name}: expected a list of patterns, got the string {value!r}")
             object.__setattr__(self, name, tuple(value))
-        if self.scale_dtype is not None and not isinstance(getattr(torch, self.scale_dtype, None), torch.dtype):
+        if self.scale_dtype is not None and not _is_float(self.scale_dtype):
             raise ValueError(f"scale_dtype: expected a torch dtype's name, got {self.scale_dtype!r}")
 
     def plan(self, specs: Params, graph: Graph) -> tuple[Step, ...]:
@@ -119,6 +124,10 @@ class Dequantize:
 
     schemes: Mapping[str, Scheme]
     dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        if not _is_float(self.dtype):
+            raise ValueError(f"dtype: expected a float torch dtype's name, got {self.dtype!r}")
 
     def plan(self, specs: Params, graph: Graph) -> tuple[Step, ...]:
         steps, problems = [], []

@@ -141,6 +141,7 @@ class Rescale:
         for name, s in self.scales.items():
             if name in known and tuple(s.shape) != (known[name].width,):
                 problems.append(f"rescale: {name}: expected s of shape ({known[name].width},), got {tuple(s.shape)}")
+        problems += _cuts("rescale", [known[n] for n in self.scales if n in known], graph)
         if problems:
             raise PlanError(problems)
         return tuple(
@@ -172,13 +173,7 @@ def _plan_folds(label: str, transform: SmoothQuant | LogEqualize, specs: Params,
     else:
         symmetries = tuple(s for s in graph.symmetries if s.kind in transform.kinds)
     problems = _missing_kinds(label, transform, graph) if transform.mappings is None else []
-    for symmetry in symmetries:
-        left = [name for name in symmetry.linears if name not in graph.linears]
-        if left:
-            problems.append(
-                f"{label}[{symmetry.name}]: {', '.join(left)} is not selected but shares the scale of the others that "
-                f"read this activation ({', '.join(symmetry.linears)}); select all of them or none"
-            )
+    problems += _cuts(label, symmetries, graph)
     if problems:
         raise PlanError(problems)
     steps = []
@@ -186,6 +181,19 @@ def _plan_folds(label: str, transform: SmoothQuant | LogEqualize, specs: Params,
         needs = (f"{transform.statistic}:{s.site}",)
         steps.append(_fold_step(label, s, specs, needs, partial(fn, symmetry=s)))
     return tuple(steps)
+
+
+def _cuts(label: str, symmetries, graph: Graph) -> list[str]:
+    problems = []
+    for symmetry in symmetries:
+        made = [symmetry.name] if symmetry.kind != "norm" else []
+        left = [name for name in (*made, *symmetry.linears) if name not in graph.linears]
+        if left:
+            problems.append(
+                f"{label}[{symmetry.name}]: {', '.join(left)} is not selected but shares the scale of "
+                f"{', '.join((*made, *symmetry.linears))}; select all of them or none"
+            )
+    return problems
 
 
 def _missing_kinds(label: str, transform: SmoothQuant | LogEqualize, graph: Graph) -> list[str]:

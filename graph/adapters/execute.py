@@ -65,17 +65,26 @@ def _run_cell(cell: Cell, params: dict[str, Tensor], stats: dict[str, Tensor], o
             changed = run_step(step, params, stats)
             if on_step is not None:
                 on_step(step, before, changed)
-    for name, p in read.items():
+    for name in dict.fromkeys((*read, *(params if cell.steps else ()))):
         scale = params.get(f"{name}_scale")  # it is not finite if a weight is not, and has far fewer numbers
-        if scale is None or not bool(torch.isfinite(scale).all()):
-            require_finite(name, p)
+        result = params.get(name, read.get(name)) if scale is None else scale
+        if result is not None and not is_finite(result):
+            require_finite(name, read.get(name, result))
+            steps = ", ".join(step.name for step in cell.steps if name in step.writes)
+            raise LayoutError(f"{name}: NaN or infinite after {steps}; {result.dtype} cannot hold the result")
+
+
+def is_finite(p: Tensor) -> bool:
+    """False when a float tensor holds NaN or infinity."""
+    if not p.dtype.is_floating_point or not p.numel():
+        return True
+    # one reduction instead of an elementwise mask: NaN and infinity both survive min and max
+    low, high = torch.aminmax(p.detach().reshape(-1))
+    return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
 def require_finite(name: str, p: Tensor) -> None:
     """Raise `LayoutError` when a float tensor holds NaN or infinity."""
-    # one reduction instead of an elementwise mask: NaN and infinity both survive min and max
-    if p.dtype.is_floating_point and p.numel():
-        low, high = torch.aminmax(p.detach().reshape(-1))
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            bad = int((~torch.isfinite(p)).sum())
-            raise LayoutError(f"{name}: {bad} of {p.numel()} weights are NaN or infinite; the checkpoint is damaged")
+    if not is_finite(p):
+        bad = int((~torch.isfinite(p)).sum())
+        raise LayoutError(f"{name}: {bad} of {p.numel()} weights are NaN or infinite; the checkpoint is damaged")

@@ -6,6 +6,7 @@ depend on the order of the work.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -187,8 +188,8 @@ def read_header(path: Path) -> dict[str, _Entry]:
         if len(prefix) < 8 or length > _MAX_HEADER or 8 + length > size:
             raise LayoutError(f"{path}: not a whole safetensors file ({size:,} bytes); download it again")
         try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
             raise LayoutError(f"{path}: the header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise LayoutError(f"{path}: the header is not a JSON object")
@@ -196,16 +197,27 @@ def read_header(path: Path) -> dict[str, _Entry]:
     base, entries = 8 + length, {}
     for name, record in header.items():
         entries[name] = _entry(path, name, record, base, size)
-    end = max((entry.stop for entry in entries.values()), default=base)
+    end = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end:
+            raise LayoutError(f"{path}: {name} starts at byte {entry.start:,}, the tensor before it ends at {end:,}")
+        end = entry.stop
     if end != size:
         raise LayoutError(f"{path}: the header describes {end:,} bytes, the file has {size:,}")
     return entries
 
 
+def _unique(pairs):
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a name is given twice")
+    return dict(pairs)
+
+
 def _entry(path: Path, name: str, record: object, base: int, size: int) -> _Entry:
     try:
         code, shape, (start, stop) = record["dtype"], record["shape"], record["data_offsets"]  # type: ignore[index]
-        valid = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
+        valid = isinstance(code, str) and all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, stop))
+        valid = valid and math.prod(max(n, 1) for n in shape) < 2**63
     except (TypeError, KeyError, ValueError):
         valid = False
     if not valid:

@@ -5,10 +5,21 @@ import regauge as rg
 import torch
 from regauge.graph.skeleton import norm_offset, skeleton, trace_reads
 from torch import nn
-from transformers import FalconConfig, LlamaConfig, MixtralConfig, Olmo2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DeepseekV3Config,
+    FalconConfig,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OPTConfig,
+)
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+_SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 LLAMA = {
     ("norm", "input_layernorm"): ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("norm", "post_attention_layernorm"): ("mlp.gate_proj", "mlp.up_proj"),
@@ -18,6 +29,7 @@ LLAMA = {
 EXPECTED = {
     "llama": ("model.layers", LLAMA),
     "tied_llama": ("model.layers", LLAMA),
+    "biased_llama": ("model.layers", LLAMA),
     "mistral": ("model.layers", LLAMA),
     "qwen2": ("model.layers", LLAMA),
     "qwen3": ("model.layers", LLAMA),
@@ -52,6 +64,125 @@ def test_symmetries_are_those_of_the_code(tiny, kind):
         for (sort, producer), linears in groups.items()
     }
     assert {(s.kind, s.name): set(s.linears) for s in graph.symmetries} == expected
+
+
+def axes(graph, name):
+    """Producers and consumers of a symmetry: parameter, dim, first channel, channels, offset."""
+    symmetry = next(s for s in graph.symmetries if s.name == name)
+    return [
+        [(a.param.removeprefix(name.rsplit(".", 2)[0] + "."), a.dim, a.start, a.size, a.offset) for a in part]
+        for part in (symmetry.producers, symmetry.consumers)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "producers", "consumers"),
+    [
+        (
+            "qwen2",
+            "model.layers.0.self_attn.v_proj",
+            [("self_attn.v_proj.weight", 0, 0, 16, 0.0), ("self_attn.v_proj.bias", 0, 0, 16, 0.0)],
+            [("self_attn.o_proj.weight", 1, 0, 32, 0.0)],
+        ),
+        (
+            "biased_llama",
+            "model.layers.0.mlp.up_proj",
+            [("mlp.up_proj.weight", 0, 0, 48, 0.0), ("mlp.up_proj.bias", 0, 0, 48, 0.0)],
+            [("mlp.down_proj.weight", 1, 0, 48, 0.0)],
+        ),
+        (
+            "gpt2",
+            "transformer.h.0.attn.c_attn",
+            [("attn.c_attn.weight", 1, 64, 32, 0.0), ("attn.c_attn.bias", 0, 64, 32, 0.0)],
+            [("attn.c_proj.weight", 0, 0, 32, 0.0)],
+        ),
+    ],
+)
+def test_axes_are_those_of_the_code(tiny, kind, name, producers, consumers):
+    assert axes(tiny(kind).graph, name) == [producers, consumers]
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm", "producers"),
+    [
+        ("llama", "model.layers.0.input_layernorm", {"weight": 0.0}),
+        ("gemma", "model.layers.0.input_layernorm", {"weight": 1.0}),
+        ("opt", "model.decoder.layers.0.final_layer_norm", {"weight": 0.0, "bias": 0.0}),
+        ("gpt2", "transformer.h.0.ln_1", {"weight": 0.0, "bias": 0.0}),
+    ],
+)
+def test_norms_scale_with_their_biases_and_around_their_offsets(tiny, kind, norm, producers):
+    symmetry = next(s for s in tiny(kind).graph.symmetries if s.name == norm)
+    assert {a.param: a.offset for a in symmetry.producers} == {f"{norm}.{k}": v for k, v in producers.items()}
+    assert {(a.dim, a.size) for a in symmetry.consumers} == {(0 if kind == "gpt2" else 1, 32)}
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "expected"),
+    [
+        (4, 4, None),
+        (4, 2, [*range(8), *range(8), *range(8, 16), *range(8, 16)]),
+        (4, 1, [*range(8)] * 4),
+    ],
+)
+def test_heads_of_one_group_are_of_one_class(heads, groups, expected):
+    graph = rg.build_graph(
+        LlamaConfig(**{**_SHAPE, "num_attention_heads": heads}, intermediate_size=48, num_key_value_heads=groups)
+    )
+    symmetry = next(s for s in graph.symmetries if s.kind == "v_o")
+    classes = None if expected is None else tuple(expected)
+    assert symmetry.width == 8 * groups
+    assert symmetry.consumers[0].classes == symmetry.site_classes == classes
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        ({}, {"norm", "v_o", "up_down"}),
+        ({"activation_function": "gelu"}, {"norm", "v_o"}),
+        ({"do_layer_norm_before": False}, {"v_o", "up_down"}),
+    ],
+)
+def test_opt_has_the_symmetries_that_its_settings_leave(change, kinds):
+    graph = rg.build_graph(OPTConfig(**_SHAPE, ffn_dim=48, word_embed_proj_dim=32, **change))
+    assert {s.kind for s in graph.symmetries} == kinds
+
+
+def test_linears_are_described(tiny):
+    opt, gpt2 = tiny("opt").graph, tiny("gpt2").graph
+    assert {name: x.cls for name, x in opt.linears.items() if "embed" in name or "head" in name} == {
+        "model.decoder.embed_tokens": "Embedding",
+        "model.decoder.embed_positions": "OPTLearnedPositionalEmbedding",
+        "lm_head": "Linear",
+    }
+    fused = gpt2.linears["transformer.h.1.attn.c_attn"]
+    assert (fused.cls, fused.shape, fused.transposed, fused.block) == ("Conv1D", (32, 96), True, 1)
+    assert fused.bias == "transformer.h.1.attn.c_attn.bias"
+    assert gpt2.sites[fused.site].width == 32
+    assert opt.linears["lm_head"].bias is None
+    assert opt.linears["lm_head"].block is None
+    assert tiny("gemma").graph.linears["model.embed_tokens"].cls == "Embedding"  # a class of its own
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_shapes_are_those_of_the_stored_parameters(tiny, kind):
+    model = tiny(kind)
+    assert model.graph.shapes == {name: tuple(p.shape) for name, p in model.params.items()}
+    assert {name: type(m).__name__ for name, m in model.model.named_modules() if name} == model.graph.modules
+
+
+def test_a_part_keeps_whole_sites_and_the_symmetries_that_it_touches(tiny):
+    graph = tiny().graph
+    part = graph.restrict(lambda linear: linear.name == "model.layers.0.self_attn.q_proj")
+    assert set(part.linears) == {"model.layers.0.self_attn.q_proj"}
+    assert part.sites == graph.sites
+    assert [s.name for s in part.symmetries] == ["model.layers.0.input_layernorm"]
+
+
+def test_blocks_are_told_by_whole_names(tiny):
+    graph = rg.Graph(linears={}, sites={}, blocks=("layers.1", "layers.10"))
+    names = ("layers.1", "layers.1.mlp", "layers.10.mlp", "layers.2", "embed")
+    assert [graph.block_of(name) for name in names] == [0, 0, 1, None, None]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +225,6 @@ def test_the_offset_of_a_norm_is_read_off_its_output(norm, expected):
     assert norm_offset(module, 16) == expected
 
 
-_SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -122,6 +250,64 @@ def test_a_norm_that_is_not_in_front_of_the_linears_cannot_be_mapped():
     mapping = [[["re:.*gate_proj", "re:.*up_proj"], "re:.*post_attention_layernorm"]]
     with pytest.raises(rg.PlanError, match="not the output of model.layers.0.post_attention_layernorm"):
         rg.plan(rg.transforms.SmoothQuant(mappings=mapping), params, graph)
+
+
+BLOOM = BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=96)
+BLOOM_RESIDUAL = BloomConfig(
+    hidden_size=32, n_layer=2, n_head=4, vocab_size=96, apply_residual_connection_post_layernorm=True
+)
+_MOE = {
+    **_SHAPE,
+    "vocab_size": 96,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 0,
+}
+GLM_MOE = Glm4MoeConfig(**_MOE, num_key_value_heads=2, head_dim=8)
+DEEPSEEK = DeepseekV3Config(
+    **_MOE,
+    num_key_value_heads=4,
+    n_group=2,
+    topk_group=1,
+    q_lora_rank=16,
+    kv_lora_rank=8,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+)
+FUSED = [["re:.*query_key_value"], "re:.*input_layernorm"]
+GATED = [["re:.*gate_proj", "re:.*up_proj"], "re:.*post_attention_layernorm"]
+
+
+@pytest.mark.parametrize(
+    ("config", "mapping", "whole"),
+    [
+        (BLOOM, FUSED, True),
+        (BLOOM_RESIDUAL, FUSED, False),  # the residual takes the norm's output
+        (DEEPSEEK, GATED, False),  # the router and the fused experts read it beside the shared expert
+        (GLM_MOE, GATED, False),
+    ],
+    ids=["bloom", "bloom_residual", "deepseek_v3", "glm4_moe"],
+)
+def test_mappings_of_the_user_keep_the_function_or_are_refused(config, mapping, whole):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    params = {name: p.detach() * (5 if p.ndim > 1 else 1) for name, p in model.named_parameters()}
+    tokens = {"input_ids": torch.arange(2, 26).reshape(2, 12), "use_cache": False}
+    smooth = rg.transforms.SmoothQuant(mappings=[mapping])
+    if not whole:
+        with pytest.raises(rg.PlanError, match="layernorm"):
+            rg.plan(smooth, params, rg.build_graph(config))
+        return
+    plan = rg.plan(smooth, params, rg.build_graph(config))
+    out = rg.apply(plan, params, {key: torch.linspace(0.1, 10, 32) for key in plan.needs})
+    with torch.no_grad():
+        before, after = (torch.func.functional_call(model, p, kwargs=tokens).logits for p in (params, out))
+    assert not torch.equal(out["transformer.h.0.input_layernorm.weight"], params["transformer.h.0.input_layernorm.weight"])  # fmt: skip
+    assert ((after - before).norm() / before.norm()).item() < 1e-5
 
 
 def test_a_model_that_cannot_be_traced_has_a_site_for_each_linear_and_no_symmetry(monkeypatch):

@@ -1,10 +1,14 @@
 """Observation against plain hooks on the whole model."""
 
+import contextlib
+
 import pytest
 import regauge as rg
 import torch
 from regauge import LayoutError, PlanError
+from regauge.graph import Linear, Site
 from regauge.jobs.data import batches
+from torch import nn
 
 SEQUENCES = [list(range(5, 5 + n)) for n in (9, 3, 7, 9, 1)]
 KINDS = ("absmax", "range", "meanabs", "gram", "sample")
@@ -75,6 +79,102 @@ def test_it_leaves_the_model_as_it_was(tiny):
     with pytest.raises(IndexError):
         rg.observe(model, batches([[95, 96, 97]], 1), keys(graph), graph)
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+
+
+def test_every_module_keeps_its_own_mode(tiny):
+    """A frozen part of a model in training stays in evaluation, also when a batch fails."""
+    model, graph = tiny().model, tiny().graph
+    frozen = model.model.layers[0]
+    try:
+        model.train()
+        frozen.eval()
+        rg.observe(model, batches(SEQUENCES, 2), keys(graph), graph)
+        assert (model.training, frozen.training) == (True, False)
+        with pytest.raises(IndexError):
+            rg.observe(model, batches([[95, 96, 97]], 1), keys(graph), graph)
+        assert (model.training, frozen.training) == (True, False)
+    finally:
+        model.eval()
+
+
+def test_dropout_is_off_and_results_can_be_differentiated(tiny):
+    model, graph = tiny("opt").model, tiny("opt").graph  # its dropout is 0.1
+    quiet = rg.observe(model, batches(SEQUENCES, 2), keys(graph), graph)
+    try:
+        model.train()
+        trained = rg.observe(model, batches(SEQUENCES, 2), keys(graph), graph)
+    finally:
+        model.eval()
+    assert all(torch.equal(quiet[key], trained[key]) for key in quiet)
+    assert not any(state.is_inference() or state.requires_grad for state in quiet.values())
+
+
+def test_states_of_half_precision_models_are_float32(tiny):
+    model, graph = tiny("llama", torch.bfloat16).model, tiny("llama").graph
+    stats = rg.observe(model, batches(SEQUENCES, 2), keys(graph, KINDS), graph)
+    assert {state.dtype for state in stats.values()} == {torch.float32}
+    peaks = stats["absmax:model.layers.0.self_attn.q_proj"]
+    assert torch.equal(peaks, peaks.bfloat16().float())  # peaks of what the model computed, not of a float32 copy
+
+
+class Routed(nn.Module):
+    """Two experts that read some tokens each, the second of them only short sequences, and a head that reads all."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(40, 4)
+        self.a, self.b, self.head = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.heads = 0
+
+    def forward(self, input_ids, attention_mask=None, use_cache=None):
+        x = self.embed(input_ids)
+        flat = x.reshape(-1, 4)
+        odd = input_ids.reshape(-1) % 2 == 1
+        self.a(flat[odd])
+        if input_ids.shape[1] <= 3:
+            self.b(flat[~odd])
+        self.heads += 1
+        return self.head(x)
+
+
+def routed_graph():
+    names = ("a", "b", "head")
+    linears = {n: Linear(name=n, weight=f"{n}.weight", shape=(4, 4), site=n) for n in names}
+    return rg.Graph(linears=linears, sites={n: Site(name=n, width=4, linears=(n,)) for n in names})
+
+
+def test_routed_tokens_are_counted_where_they_go():
+    model, graph = Routed(), routed_graph()
+    sequences = [[1, 2, 3], [5, 6, 7, 8, 9], [10, 11]]
+    wanted = [f"{kind}:{site}" for site in "ab" for kind in ("absmax", "meanabs", "sample")] + ["absmax:head"]
+    stats = rg.observe(model, batches(sequences, 1), wanted, graph)
+    ids = torch.tensor([t for s in sequences for t in s])
+    rows = {"a": ids[ids % 2 == 1], "b": torch.tensor([2, 10]), "head": ids}
+    for site, tokens in rows.items():
+        assert torch.equal(stats[f"absmax:{site}"], model.embed.weight[tokens].abs().amax(0))
+    assert stats["meanabs:a"][-1] == 6
+    assert stats["meanabs:b"][-1] == 2
+    sample = rg.transforms.KINDS["sample"].rows(stats["sample:a"])
+    assert torch.allclose(sample.sum(0), model.embed.weight[rows["a"]].sum(0))
+
+
+def test_padding_does_not_reach_routed_statistics():
+    """Where a padded position went cannot be told from its activation alone: left out or refused."""
+    model, graph = Routed(), routed_graph()
+    with contextlib.suppress(LayoutError):
+        stats = rg.observe(model, batches([[1, 2, 4], [6]], 2, pad=8), ["meanabs:b"], graph)
+        assert torch.allclose(stats["meanabs:b"][:-1], model.embed.weight[[2, 4, 6]].abs().sum(0))
+
+
+def test_nothing_is_cut_short_when_the_first_batch_misses_a_site():
+    """The last site that the first batch saw may not be the last one of the others."""
+    model, graph = Routed(), routed_graph()
+    stats = rg.observe(model, batches([[1, 2, 4], [5, 6, 7, 8]], 1), ["absmax:a", "absmax:b"], graph)
+    assert torch.equal(stats["absmax:b"], model.embed.weight[[2, 4]].abs().amax(0))
+    assert model.heads == 2
+    with pytest.raises(LayoutError, match="no token reached b"):
+        rg.observe(model, batches([[5, 6, 7, 8]], 1), ["absmax:a", "absmax:b"], graph)
 
 
 def test_faults_are_named(tiny):

@@ -45,6 +45,7 @@ TRANSFORMS = {
     "smooth_range": lambda t: SmoothQuant(alpha=0.6, statistic="range"),
     "smooth_all": lambda t: SmoothQuant(kinds=tuple({s.kind: 0 for s in t.graph.symmetries})),
     "log": lambda t: LogEqualize(),
+    "log_all": lambda t: LogEqualize(statistic="range", kinds=tuple({s.kind: 0 for s in t.graph.symmetries})),
     "rescale": rescale,
     "w8a8": lambda t: Quantize(scheme="W8A8", ignore=HEAD),
     "w8a16": lambda t: Quantize(scheme="W8A16", ignore=HEAD),
@@ -53,6 +54,11 @@ TRANSFORMS = {
     "asym_channel": lambda t: Quantize(scheme=ASYM, ignore=HEAD, scale_dtype="float32"),
     "embedding": lambda t: Quantize(scheme="W8A8", targets=("Linear", "Embedding")),
     "fake": lambda t: Quantize(scheme="W4A16_ASYM", group_size=16, ignore=HEAD, form="fake"),
+    "fake_w8a8": lambda t: Quantize(scheme="W8A8", ignore=HEAD, form="fake"),
+    "fake_w4a16": lambda t: Quantize(scheme="W4A16", group_size=16, ignore=HEAD, form="fake"),
+    "fake_channel": lambda t: Quantize(scheme=ASYM, ignore=HEAD, form="fake", scale_dtype="float16"),
+    "fake_tensor": lambda t: Quantize(scheme=TENSOR, ignore=HEAD, form="fake"),
+    "fake_embedding": lambda t: Quantize(targets=("Linear", "Embedding"), form="fake"),
     "dequantize": lambda t: encoded(t, Quantize(ignore=HEAD), partial(Dequantize, dtype="float32")),
     "encode_int": lambda t: encoded(t, Quantize(ignore=HEAD), Encode),
     "encode_pack": lambda t: encoded(t, Quantize(scheme="W4A16_ASYM", group_size=16, ignore=HEAD), Encode),
@@ -60,6 +66,12 @@ TRANSFORMS = {
     "encode_tensor": lambda t: encoded(t, Quantize(scheme=TENSOR, ignore=HEAD), Encode),
     "encode_untied": lambda t: encoded(t, Quantize(targets=("Linear", "Embedding")), partial(Encode, untie=True)),
     "decode": lambda t: encoded(t, Quantize(scheme=ODD, ignore=HEAD), Encode, Decode),
+    "decode_untied": lambda t: encoded(
+        t,
+        Quantize(scheme="W4A16_ASYM", group_size=16, targets=("Linear", "Embedding")),
+        partial(Encode, untie=True),
+        partial(Decode, untie=True),
+    ),
     "select": lambda t: select(Quantize(), include=["re:.*0.*"], exclude=["lm_head"]),
     "partition": lambda t: partition(
         {"a": Quantize(scheme="W8A16"), "b": Quantize(scheme="W4A16", group_size=16), "rest": identity()},
@@ -67,7 +79,8 @@ TRANSFORMS = {
     ),
     "chain": lambda t: chain(SmoothQuant(), LogEqualize(), Quantize(ignore=HEAD)),
 }
-CONV = ["identity", "smooth", "smooth_range", "smooth_all", "log", "rescale", "fake"]
+CONV = ["identity", "smooth", "smooth_range", "smooth_all", "log", "log_all", "rescale"]
+CONV += [name for name in TRANSFORMS if name.startswith("fake")]
 CASES = [(name, kind) for name in TRANSFORMS for kind in ("llama", "tied_llama", "opt", "gemma")]
 CASES += [(name, "gpt2") for name in CONV]
 
@@ -170,6 +183,58 @@ def test_identity_is_neutral_and_planning_repeats(case):
         again = rg.plan(other, model.params, model.graph)
         assert [s.name for s in again.steps] == [s.name for s in plan.steps]
         assert equal(rg.apply(again, model.params, model.stats), expected)
+
+
+@table
+def test_plans_repeat(case):
+    model, transform, plan = case
+    again = rg.plan(transform, model.params, model.graph)
+    for attribute in ("name", "reads", "drops", "needs", "edits", "schemes", "fake"):
+        assert [getattr(s, attribute) for s in again.steps] == [getattr(s, attribute) for s in plan.steps]
+    assert list(again.target) == list(plan.target)
+    assert again.needs == plan.needs
+    assert [(c.reads, c.writes) for c in again.cells] == [(c.reads, c.writes) for c in plan.cells]
+
+
+CHAINS = [
+    ("smooth", "log_all", "w8a8"),
+    ("rescale", "smooth_range", "fake"),
+    ("identity", "smooth_all", "encode_odd"),
+    ("smooth", "identity", "decode"),
+]
+
+
+@pytest.mark.parametrize("names", CHAINS, ids="-".join)
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_chains_are_associative(tiny, names, kind):
+    model = tiny(kind)
+    a, b, c = (TRANSFORMS[name](model) for name in names)
+    flat, left, right = (
+        rg.plan(t, model.params, model.graph) for t in (chain(a, b, c), chain(chain(a, b), c), chain(a, chain(b, c)))
+    )
+    expected = rg.apply(flat, model.params, model.stats)
+    for plan in (left, right):
+        assert [s.name for s in plan.steps] == [s.name for s in flat.steps]
+        assert equal(rg.apply(plan, model.params, model.stats), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["smooth_all", "w8a8", "encode_pack", "fake_channel", "chain"])
+def test_half_precision_streams_from_many_files_to_the_same_bytes(tiny, tmp_path, name, dtype):
+    model = tiny("llama", dtype)
+    plan = rg.plan(TRANSFORMS[name](model), model.params, model.graph)
+    whole = rg.apply(plan, model.params, model.stats)
+    assert {n: p.dtype for n, p in whole.items()} == {n: p.dtype for n, p in plan.target.items()}
+    for folder in ("in", "out"):
+        (tmp_path / folder).mkdir()
+    source = rg.ShardWriter(tmp_path / "in", plan.source, 5000)
+    source.write(model.params)
+    source.close()
+    sink = rg.ShardWriter(tmp_path / "out", plan.target, 7000)
+    rg.execute(plan, rg.Shards(tmp_path / "in"), sink, model.stats)
+    sink.close()
+    assert len(rg.Shards(tmp_path / "in").files) > 3
+    assert equal({n: p for f in rg.Shards(tmp_path / "out").files for n, p in load_file(f).items()}, whole)
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied_llama"])

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from regauge.transforms import (
     QuantArgs,
+    _integer,
     dequantize,
     fake_quantize,
+    fake_quantize_activation,
     pack_rows,
     quantization_parameters,
     quantize,
@@ -56,6 +58,62 @@ def test_fake_is_quantize_then_dequantize_bit_for_bit(case):
     assert torch.equal(fake_quantize(w, args), expected)
 
 
+def naive_codes(w, args):
+    """Scale, zero point and codes of one run of weights, number by number in Python."""
+    values = [float(x) for x in w]
+    low, high = min(0.0, *values), max(0.0, *values)
+    single = torch.tensor([-low, high, high - low])  # rounds to float32
+    steps = args.qmax - args.qmin
+    span = single[2] / steps if not args.symmetric else torch.maximum(single[0], single[1]) / (steps / 2)
+    scale = span if span > 0 else torch.tensor(torch.finfo(torch.float32).eps)
+    zero = 0.0 if args.symmetric else min(max(float(args.qmin + single[0] / scale), args.qmin), args.qmax)
+    zero = round(zero)
+    codes = [round(min(max(float(x / scale + zero), args.qmin), args.qmax)) for x in w]
+    return scale, zero, codes
+
+
+@given(settings_and_weights())
+def test_codes_are_those_of_a_naive_loop(case):
+    args, w = case
+    w = w.float()
+    scale, zeros = quantization_parameters(w, args, torch.float32)
+    codes = quantize(w, scale, zeros, args)
+    size = args.group_size or w.shape[1]
+    runs = [row[i : i + size] for row in w for i in range(0, w.shape[1], size)]
+    runs = [w.reshape(-1)] if args.strategy == "tensor" else runs
+    naive = [naive_codes(run, args) for run in runs]
+    assert codes.reshape(-1).tolist() == [q for _, _, run in naive for q in run]
+    assert scale.reshape(-1).tolist() == [s.item() for s, _, _ in naive]
+    assert args.symmetric or zeros.reshape(-1).tolist() == [z for _, z, _ in naive]
+
+
+@given(settings_and_weights())
+def test_codes_come_back_from_the_numbers_that_they_mean(case):
+    """Rounding again to the same grid changes nothing."""
+    args, w = case
+    scale, zeros = quantization_parameters(w, args, torch.float32)
+    codes = quantize(w, scale, zeros, args)
+    assert torch.equal(quantize(dequantize(codes, scale, zeros, args, torch.float32), scale, zeros, args), codes)
+
+
+@given(settings_and_weights())
+def test_zero_is_on_every_grid(case):
+    args, w = case
+    w = torch.where(w.abs() < 500, 0.0, w)
+    assert bool((fake_quantize(w, args)[w == 0] == 0).all())
+
+
+@pytest.mark.parametrize("num_bits", range(2, 9))
+def test_an_asymmetric_grid_reaches_both_ends(num_bits):
+    args = QuantArgs(num_bits=num_bits, symmetric=False, strategy="channel")
+    steps = args.qmax - args.qmin
+    w = torch.arange(0.0, steps + 1)[None] - steps // 3  # steps of one from a whole zero point: all exact
+    scale, zeros = quantization_parameters(w, args, torch.float32)
+    assert scale.item() == 1.0
+    assert quantize(w, scale, zeros, args).tolist() == [list(range(args.qmin, args.qmax + 1))]
+    assert torch.equal(fake_quantize(w, args), w)
+
+
 @given(settings_and_weights(), st.integers(-6, 6))
 def test_a_power_of_two_passes_through(case, exponent):
     args, w = case
@@ -92,17 +150,42 @@ def test_large_matrices_are_rounded_in_pieces_to_the_same_codes(strategy, symmet
         assert torch.equal(whole[pick], quantize(w[pick], one, zero, args))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_stored_scales_are_the_largest_that_do_not_exceed_the_exact_ones(dtype):
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_cut_into_pieces_gives_the_same_codes(monkeypatch, rows, strategy, symmetric):
+    args = QuantArgs(symmetric=symmetric, strategy=strategy, group_size=3 if strategy == "group" else None)
+    w = torch.randn(7, 9, generator=torch.Generator().manual_seed(rows))
+    scale, zeros = quantization_parameters(w, args, torch.float32)
+    whole = quantize(w, scale, zeros, args)
+    monkeypatch.setattr(_integer, "_ROWS_BYTES", rows * 4 * 9)
+    assert torch.equal(quantize(w, scale, zeros, args), whole)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3], ids=["normal", "subnormal_in_float16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_stored_scales_are_the_largest_that_do_not_exceed_the_exact_ones(dtype, size):
     """Else the largest weight of a group, half a step beyond the last code, would be rounded inward."""
     args = QuantArgs(num_bits=4, strategy="channel")
-    w = -torch.rand(500, 1, generator=torch.Generator().manual_seed(0)).add(0.1)
+    w = -torch.rand(500, 1, generator=torch.Generator().manual_seed(0)).add(0.1).mul(size / 4)
     scale, _ = quantization_parameters(w, args, dtype)
     exact = w.abs() / 7.5
     above = torch.nextafter(scale, torch.tensor(float("inf"), dtype=dtype))
     assert bool((scale.float() <= exact).all())
     assert bool((above.float() > exact).all())
     assert quantize(w, scale, None, args).unique().tolist() == [-8]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_each_token_of_an_activation_has_a_grid_of_its_own(symmetric):
+    args = QuantArgs(symmetric=symmetric, strategy="token", dynamic=True)
+    x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-3, 1.0, 1e3])[:, None]
+    out = fake_quantize_activation(x, args)
+    channel = QuantArgs(symmetric=symmetric, strategy="channel")
+    for b in range(2):
+        for t in range(3):
+            assert torch.equal(out[b, t], fake_quantize(x[b, t][None], channel)[0])
+    assert fake_quantize_activation(x.bfloat16(), args).dtype == torch.bfloat16
 
 
 def test_rounding_is_half_to_even():
@@ -113,18 +196,40 @@ def test_rounding_is_half_to_even():
     assert quantize(w, scale, None, args).tolist() == [[127, 0, 2, 2, 0, -2]]
 
 
-def test_the_gradient_passes_through_the_rounding():
-    args = QuantArgs(num_bits=4, strategy="channel")
-    w = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_passes_through_the_rounding(strategy, symmetric, dtype):
+    args = QuantArgs(num_bits=4, symmetric=symmetric, strategy=strategy, group_size=4 if strategy == "group" else None)
+    w = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    slope = torch.arange(8.0, dtype=dtype)
 
     def total(x):
-        return (fake_quantize(x, args) * torch.arange(8.0)).sum()
+        return (fake_quantize(x, args) * slope).sum()
 
     single = torch.func.grad(total)(w)
-    inside = w.abs() < 0.9 * w.abs().amax(1, keepdim=True)  # the clamp stops it, and the peak moves the scale
-    assert torch.allclose(single[inside], torch.arange(8.0).expand(4, 8)[inside], atol=1e-5)
-    many = torch.func.vmap(torch.func.grad(total))(torch.stack((w, 2 * w)))
-    assert torch.allclose(many[0], single, atol=1e-5)
+    grouped = {"tensor": w.reshape(1, -1), "channel": w, "group": w.unflatten(1, (-1, 4))}[strategy]
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    if symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    # the extremes move the scale, and the clamp stops what lies beyond the last code
+    inside = ((grouped > 0.9 * low) & (grouped < 0.9 * high)).reshape(w.shape)
+    assert int(inside.sum()) >= 12
+    assert torch.allclose(single[inside], slope.expand(4, 8)[inside], atol=1e-5)
+    batch = torch.stack((w, w.flip(0), 2 * w))
+    many = torch.func.vmap(torch.func.grad(total))(batch)
+    assert torch.allclose(many, torch.stack([torch.func.grad(total)(x) for x in batch]), atol=1e-4)
+    assert torch.equal(torch.func.vmap(lambda x: fake_quantize(x, args))(batch)[1], fake_quantize(w.flip(0), args))
+
+
+def test_the_peak_moves_the_scale():
+    """The gradient of a weight beyond the last code is that of the scale, not zero and not one."""
+    args = QuantArgs(num_bits=4, strategy="channel")
+    w = torch.tensor([[7.5, 2.0, 1.0]])
+    gradient = torch.func.grad(lambda x: fake_quantize(x, args).sum())(w)
+    # codes 7, 2, 1 of a scale of w0 / 7.5: the rest of each rounded weight is its code minus w / scale
+    assert torch.allclose(gradient, torch.tensor([[7 / 7.5, 1.0, 1.0]]))
 
 
 @pytest.mark.parametrize("num_bits", range(2, 9))
@@ -176,17 +281,19 @@ def test_scales_zero_points_and_codes_are_those_of_the_library(case):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("strategy", ["channel", "group"])
-@pytest.mark.parametrize("num_bits", [3, 4, 8])
-def test_the_librarys_compressor_writes_the_same_bytes(num_bits, strategy, symmetric):
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
+@pytest.mark.parametrize("num_bits", range(2, 9))
+@pytest.mark.parametrize("shape", [(24, 48), (7, 33), (1, 1)], ids=str)
+def test_the_librarys_compressor_writes_the_same_bytes(num_bits, strategy, symmetric, shape):
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
     from regauge.transforms._compressed_tensors import _decode, _encode
 
+    size = {48: 16, 33: 11, 1: 1}[shape[1]]
     args = QuantArgs(
-        num_bits=num_bits, symmetric=symmetric, strategy=strategy, group_size=16 if strategy == "group" else None
+        num_bits=num_bits, symmetric=symmetric, strategy=strategy, group_size=size if strategy == "group" else None
     )
-    w = torch.randn(24, 48, generator=torch.Generator().manual_seed(num_bits))
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(num_bits))
     scale, zeros = quantization_parameters(w, args, torch.float32)
     ours = {"weight": quantize(w, scale, zeros, args), "weight_scale": scale}
     theirs = {"weight": w, "weight_scale": scale, "weight_zero_point": torch.zeros_like(scale, dtype=torch.int8)}
@@ -200,7 +307,8 @@ def test_the_librarys_compressor_writes_the_same_bytes(num_bits, strategy, symme
         assert got.keys() == expected.keys(), kind
         for name in got:
             assert torch.equal(got[name], expected[name]), (kind, name)
-        back, _ = _decode(got, {}, name="weight", args=args, shape=(24, 48))
+            assert got[name].dtype == expected[name].dtype, (kind, name)
+        back, _ = _decode(got, {}, name="weight", args=args, shape=shape)
         assert all(torch.equal(back[name], ours[name]) for name in ours)
         assert torch.equal(
             compressor.decompress(dict(got), scheme)["weight"],

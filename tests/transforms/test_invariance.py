@@ -5,7 +5,7 @@ import regauge as rg
 import torch
 from regauge.transforms import LogEqualize, Rescale, SmoothQuant
 
-KINDS = ["llama", "tied_llama", "mistral", "qwen2", "qwen3", "gemma", "opt", "gpt2"]
+KINDS = ["llama", "tied_llama", "biased_llama", "mistral", "qwen2", "qwen3", "gemma", "opt", "gpt2"]
 
 
 def everything(model):
@@ -18,7 +18,8 @@ def everything(model):
 
 TRANSFORMS = {
     "smooth": lambda m: SmoothQuant(alpha=0.5, kinds=tuple({s.kind: 0 for s in m.graph.symmetries})),
-    "log": lambda m: LogEqualize(),
+    "smooth_range": lambda m: SmoothQuant(alpha=0.7, statistic="range"),
+    "log": lambda m: LogEqualize(kinds=tuple({s.kind: 0 for s in m.graph.symmetries})),
     "random": everything,
 }
 
@@ -37,6 +38,50 @@ def test_function_is_preserved_and_half_a_fold_is_not(tiny, kind, name):
     assert relative(model.logits(out), reference) < 1e-5
     producers = {axis.param for s in model.graph.symmetries for axis in s.producers}
     half = {n: model.params[n] if n in producers else p for n, p in out.items()}
+    assert relative(model.logits(half), reference) > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_symmetry_alone_is_one(tiny, kind):
+    model, scales = tiny(kind), everything(tiny(kind)).scales
+    reference = model.logits()
+    for symmetry in model.graph.symmetries:
+        one = Rescale(scales={symmetry.name: scales[symmetry.name]})
+        out = rg.apply(rg.plan(one, model.params, model.graph), model.params)
+        assert relative(model.logits(out), reference) < 1e-5, symmetry.name
+        for axes in (symmetry.producers, symmetry.consumers):
+            half = {**out, **{axis.param: model.params[axis.param] for axis in axes}}
+            assert relative(model.logits(half), reference) > 1e-3, symmetry.name
+
+
+def powers_of_two(model):
+    generator = torch.Generator().manual_seed(3)
+    return Rescale(
+        scales={s.name: 2.0 ** torch.randint(-2, 3, (s.width,), generator=generator) for s in model.graph.symmetries}
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gemma"])  # 1 + w rounds
+def test_powers_of_two_change_no_bit_of_the_logits(tiny, kind, dtype):
+    model = tiny(kind, dtype)
+    out = rg.apply(rg.plan(powers_of_two(model), model.params, model.graph), model.params)
+    touched = {axis.param for s in model.graph.symmetries for axis in (*s.producers, *s.consumers)}
+    assert all(torch.equal(out[name], p) != (name in touched) for name, p in model.params.items())
+    assert torch.equal(model.logits(out), model.logits())
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2"])  # the norms of the others compute in float32
+def test_float64_models_keep_their_function(tiny, kind):
+    """Folds compute in float32, so the weights here are float32 numbers held in float64."""
+    model = tiny(kind, torch.float64)
+    params = {name: p.float().double() for name, p in model.params.items()}
+    reference = model.logits(params)
+    assert reference.dtype == torch.float64
+    out = rg.apply(rg.plan(powers_of_two(model), params, model.graph), params)
+    assert relative(model.logits(out), reference) < 1e-13
+    consumers = {axis.param for s in model.graph.symmetries for axis in s.consumers}
+    half = {n: params[n] if n in consumers else p for n, p in out.items()}
     assert relative(model.logits(half), reference) > 1e-2
 
 

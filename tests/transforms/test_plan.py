@@ -7,7 +7,19 @@ import pytest
 import regauge as rg
 import torch
 from regauge import LayoutError, PlanError
-from regauge.transforms import KINDS, Dequantize, Encode, Quantize, Rescale, SmoothQuant, Step, chain, partition, select
+from regauge.transforms import (
+    KINDS,
+    Dequantize,
+    Encode,
+    LogEqualize,
+    Quantize,
+    Rescale,
+    SmoothQuant,
+    Step,
+    chain,
+    partition,
+    select,
+)
 
 HEAD = ("lm_head",)
 
@@ -39,6 +51,18 @@ def problems(tiny, transform, kind="llama"):
         (SmoothQuant(mappings=[[["re:.*q_proj"], "re:.*input_layernorm"]]), "k_proj, model.layers.0.self_attn.v_proj reads"),
         (SmoothQuant(mappings=[[["re:.*mlp.gate_proj", "re:.*mlp.up_proj"], "re:.*input_layernorm"]]), "reads the output of"),
         (SmoothQuant(mappings=[[["re:.*q_proj"], "re:.*layernorm"]]), "2 producers match"),
+        (SmoothQuant(mappings=[[["re:.*qkv"], "re:.*input_layernorm"]]), "pattern 're:.*qkv' matches none of"),
+        (SmoothQuant(mappings=[[["re:.*q_proj"], "re:.*ln_1"]]), "pattern 're:.*ln_1' matches none of"),
+        (SmoothQuant(mappings=[[["re:.*[qkv_proj"], "re:.*input_layernorm"]]), "not a regular expression"),
+        (SmoothQuant(mappings=[[["re:.*q_proj", 3], "re:.*input_layernorm"]]), "expected a pattern as a string, got 3"),
+        (SmoothQuant(mappings=[[["re:.*q_proj", "re:.*o_proj"], "re:.*input_layernorm"]]), "read 2 different activations"),
+        (SmoothQuant(mappings=[[["lm_head"], "re:.*input_layernorm"]]), "input_layernorm is matched, but no linear is (lm_head)"),
+        (SmoothQuant(mappings=[[["re:.*down_proj"], "re:.*input_layernorm"]]), "an activation whose producer is not known"),
+        (SmoothQuant(mappings=[[["re:.*down_proj"], "re:.*gate_proj"]]), "no symmetry between these linears is known"),
+        (select(SmoothQuant(), exclude=["re:["]), "not a regular expression"),
+        (select(Quantize(ignore=HEAD), exclude=["re:.*qkv"]), "pattern 're:.*qkv' matches none of"),
+        (select(Quantize(), include=["model.norm"]), "no module is left"),
+        (Quantize(scheme="W4A16", group_size=5, ignore=HEAD), "sizes that fit all: 4, 2"),
         (SmoothQuant(mappings=[[["re:.*k_proj"], "re:.*q_proj"]]), "reads the same activation"),
         (partition({"a": Quantize()}, {"re:.*mlp": "a"}), "each label needs a transform"),
         (partition({"a": Quantize(), "b": Quantize()}, {"re:": "a"}), "each transform a linear"),
@@ -47,6 +71,81 @@ def problems(tiny, transform, kind="llama"):
 )  # fmt: skip
 def test_faults_are_named(tiny, transform, message):
     assert message in problems(tiny, transform)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        SmoothQuant(),
+        SmoothQuant(mappings=[[["re:.*[qkv]_proj"], "re:.*input_layernorm"]]),
+        LogEqualize(),
+        Rescale(scales={"model.layers.0.input_layernorm": torch.full((32,), 2.0)}),
+    ],
+    ids=["smooth", "mapped", "log", "rescale"],
+)
+def test_a_choice_that_leaves_out_a_reader_is_refused(tiny, transform):
+    found = problems(tiny, select(transform, exclude=["re:.*q_proj"]))
+    assert "model.layers.0.self_attn.q_proj" in found
+
+
+@pytest.mark.parametrize("kind", ["v_o", "up_down"])
+def test_a_choice_that_leaves_out_a_producer_is_refused(tiny, kind):
+    """Else a linear that was not chosen would be scaled."""
+    producer = {"v_o": "v_proj", "up_down": "up_proj"}[kind]
+    transform = select(SmoothQuant(kinds=(kind,)), exclude=[f"re:.*{producer}"])
+    assert producer in problems(tiny, transform)
+
+
+def test_a_choice_of_whole_symmetries_is_planned(tiny):
+    model = tiny()
+    plan = rg.plan(select(SmoothQuant(), include=["re:.*layers.1.*(q|k|v)_proj"]), model.params, model.graph)
+    assert [step.name for step in plan.steps] == ["smooth[model.layers.1.input_layernorm]"]
+    parts = rg.partition({"a": SmoothQuant(), "b": LogEqualize()}, lambda x: "a" if "attn" in x.name else "b")
+    steps = [step.name for step in rg.plan(parts, model.params, model.graph).steps]
+    assert steps == [f"smooth[model.layers.{i}.input_layernorm]" for i in range(2)] + [
+        f"log_equalize[model.layers.{i}.post_attention_layernorm]" for i in range(2)
+    ]
+
+
+def test_of_the_labels_of_a_mapping_the_first_that_matches_counts(tiny):
+    model = tiny()
+    eight, four = Quantize(), Quantize(scheme="W4A16", group_size=16)
+    labels = {"re:.*q_proj": "eight", "re:.*attn": "four", "re:": "none"}
+    parts = partition({"eight": eight, "four": four, "none": rg.transforms.identity()}, labels)
+    schemes = rg.plan(parts, model.params, model.graph).schemes
+    bits = {
+        name.removeprefix("model.layers.0.self_attn."): s.weights.num_bits
+        for name, s in schemes.items()
+        if ".0." in name
+    }
+    assert bits == {"q_proj": 8, "k_proj": 4, "v_proj": 4, "o_proj": 4}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "complex64", "half_float", "ones"])
+def test_scales_are_of_a_float_dtype(dtype):
+    with pytest.raises(ValueError, match="scale_dtype"):
+        Quantize(scale_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "half_float", "ones"])
+def test_weights_are_decoded_to_a_float_dtype(dtype):
+    with pytest.raises(ValueError, match="dtype"):
+        Dequantize(schemes={}, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scheme": "W2A2"}, "expected one of W8A8"),
+        ({"form": "packed"}, "form: expected one of integer, fake"),
+        ({"targets": "Linear"}, "targets: expected a list"),
+        ({"ignore": "lm_head"}, "ignore: expected a list"),
+        ({"group_size": 0}, "group_size"),
+    ],
+)
+def test_settings_of_the_quantizer_are_checked_when_written_down(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Quantize(**settings)
 
 
 def test_faults_of_all_stages_are_reported_together(tiny):
@@ -120,8 +219,32 @@ def test_apply_wants_what_was_planned(tiny):
         rg.apply(plan, {n: p.bfloat16() for n, p in model.params.items()}, model.stats)
     with pytest.raises(LayoutError, match=r"tensor model\.norm\.weight is missing"):
         rg.apply(plan, {n: p for n, p in model.params.items() if n != "model.norm.weight"}, model.stats)
+    wide = {**model.params, "lm_head.weight": torch.ones(96, 33)}
+    with pytest.raises(LayoutError, match=r"lm_head.weight: planned for float32 \(96, 32\), got float32 \(96, 33\)"):
+        rg.apply(plan, wide, model.stats)
     with pytest.raises(LayoutError, match="is missing"):
         rg.execute(plan, rg.Memory(model.params), rg.Memory())
+    del wide["model.norm.weight"]
+    with pytest.raises(LayoutError) as caught:
+        rg.apply(plan, wide)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (31,), (2, 32)], ids=str)
+def test_a_statistic_of_another_shape_is_refused(tiny, shape):
+    """One of shape (1,) would be broadcast over all channels."""
+    model, key = tiny(), "absmax:model.layers.0.self_attn.q_proj"
+    plan = rg.plan(SmoothQuant(), model.params, model.graph)
+    with pytest.raises(LayoutError, match=key):
+        rg.apply(plan, model.params, {**model.stats, key: torch.ones(shape)})
+
+
+def test_more_tensors_and_statistics_than_planned_are_passed_on(tiny):
+    model = tiny()
+    plan = rg.plan(SmoothQuant(), model.params, model.graph)
+    extra = torch.ones(3)
+    out = rg.apply(plan, {**model.params, "extra": extra}, {**model.stats, "absmax:lm_head": torch.ones(32)})
+    assert out["extra"] is extra
 
 
 @dataclass(frozen=True)
@@ -147,6 +270,8 @@ NORM = "model.norm.weight"
         ({"reads": ("absent",)}, "tensor absent does not exist at this point"),
         ({"needs": ("absmax:absent",)}, "no site 'absent'"),
         ({"needs": ("median:lm_head",)}, "expected '<kind>:<site>'"),
+        ({"drops": ("absent",)}, "tensor absent does not exist at this point"),
+        ({"fn": lambda p, s: ({NORM: p[NORM], "extra": p[NORM]}, {})}, "returns ['extra', 'model.norm.weight']"),
     ],
 )
 def test_steps_that_break_their_word_are_refused(tiny, change, message):
@@ -166,6 +291,49 @@ def test_statistics_without_a_closed_form_name_both_steps(tiny, monkeypatch):
     found = problems(tiny, chain(SmoothQuant(), Fixed(step)))
     assert "smooth[model.layers.0.input_layernorm] changes an activation whose statistics clip needs" in found
     rg.plan(chain(Fixed(step), Rescale(scales={})), tiny().params, tiny().graph)  # before an edit it is fine
+
+
+def test_an_error_inside_a_step_has_the_name_of_the_step(tiny):
+    def refuse(params, stats):
+        raise PlanError(["one", "two"])
+
+    step = Step(name="clip", reads=(NORM,), writes={NORM: torch.empty(32, device="meta")}, fn=refuse)
+    assert problems(tiny, Fixed(step)).splitlines() == ["clip: one", "clip: two"]
+
+
+def test_steps_that_share_a_changed_statistic_are_in_one_cell(tiny):
+    """The second reads what the first leaves of the statistic, though they share no tensor."""
+    model, site = tiny(), "model.layers.0.self_attn.q_proj"
+
+    def clip(params, stats):
+        return {NORM: params[NORM] * stats[f"absmax:{site}"].amax()}, {}
+
+    step = Step(name="clip", reads=(NORM,), writes={NORM: torch.empty(32, device="meta")}, needs=(f"absmax:{site}",), fn=clip)  # fmt: skip
+    plan = rg.plan(chain(Rescale(scales={"model.layers.0.input_layernorm": torch.full((32,), 4.0)}), Fixed(step)), model.params, model.graph)  # fmt: skip
+    cell = next(c for c in plan.cells if NORM in c.reads)
+    assert {s.name for s in cell.steps} == {"rescale[model.layers.0.input_layernorm]", "clip"}
+    sink = rg.Memory()
+    rg.execute(plan, rg.Memory(model.params), sink, model.stats)
+    expected = model.params[NORM] * (model.stats[f"absmax:{site}"].amax() / 4)
+    assert torch.allclose(sink.params[NORM], expected)
+    assert torch.equal(rg.apply(plan, model.params, model.stats)[NORM], sink.params[NORM])
+
+
+def test_a_statistic_that_is_only_read_does_not_join_cells(tiny):
+    model, site = tiny(), "model.layers.0.self_attn.o_proj"
+    names = (NORM, "model.layers.0.input_layernorm.weight")
+    steps = [Step(name=n, reads=(n,), writes={n: torch.empty(32, device="meta")}, needs=(f"absmax:{site}",), fn=lambda p, s: (p, {})) for n in names]  # fmt: skip
+    plan = rg.plan(chain(*(Fixed(step) for step in steps)), model.params, model.graph)
+    assert max(len(cell.steps) for cell in plan.cells) == 1
+
+
+def test_specs_of_reads_no_data(tiny):
+    specs = rg.transforms.specs_of(tiny().params)
+    assert all(p.is_meta for p in specs.values())
+    assert {n: (p.shape, p.dtype) for n, p in specs.items()} == {
+        n: (p.shape, p.dtype) for n, p in tiny().params.items()
+    }
+    assert [s.name for s in rg.plan(Quantize(ignore=HEAD), specs, tiny().graph).steps]
 
 
 def test_repeated_blocks_are_run_once_on_meta_tensors_unless_they_differ(tiny):

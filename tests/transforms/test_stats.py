@@ -1,7 +1,11 @@
 """Statistics are commutative monoids, and follow the activation when it is rescaled."""
 
+from itertools import pairwise
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from regauge import PlanError
 from regauge.transforms import KINDS, Sample, rescale_stats, split_key
 
@@ -20,7 +24,8 @@ def same(kind, a, b):
     return torch.equal(a, b) if kind.name in EXACT else torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+# a sample with fewer slots than rows has to choose
+kinds = pytest.mark.parametrize("kind", [*KINDS.values(), Sample(size=8)], ids=[*KINDS, "small_sample"])
 
 
 @kinds
@@ -42,11 +47,33 @@ def test_batches_add_up_to_the_whole(kind):
 
 
 @kinds
+def test_rescale_goes_through_merge(kind):
+    a, b, s = state(kind, activations(8)), state(kind, activations(9), 20), activations(15)[0].abs() + 0.5
+    separate = kind.merge(kind.rescale(a, s), kind.rescale(b, s))
+    assert torch.allclose(kind.rescale(kind.merge(a, b), s), separate, rtol=1e-5)
+
+
+@kinds
+def test_states_are_new_tensors(kind):
+    x, rows, s = activations(10), torch.arange(20), torch.full((6,), 2.0)
+    start = state(kind, activations(11), 20)
+    kept = [t.clone() for t in (start, x, s)]
+    kind.rescale(kind.merge(kind.update(start, x, rows), start), s)
+    assert all(torch.equal(a, b) for a, b in zip((start, x, s), kept, strict=True))
+
+
+@kinds
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_states_are_float32_whatever_the_activation(kind, dtype):
     x = activations(4).to(dtype)
     assert state(kind, x).dtype == torch.float32
     assert same(kind, state(kind, x), state(kind, x.float()))
+
+
+@kinds
+def test_no_token_changes_nothing(kind):
+    before = state(kind, activations(12))
+    assert torch.equal(kind.update(before, activations(13)[:0], torch.arange(0)), before)
 
 
 @kinds
@@ -73,6 +100,29 @@ def test_a_sample_is_of_real_rows_without_repeats_and_of_its_size():
     assert len(set(places[:, 1].tolist())) == 8
     assert not torch.equal(rows, Sample(size=8, seed=2).rows(state(Sample(size=8, seed=2), x)))
     assert len(Sample(size=8).rows(state(Sample(size=8), x[:3]))) == 3
+
+
+@given(st.permutations(range(40)), st.lists(st.integers(0, 40), max_size=6))
+def test_a_sample_does_not_depend_on_order_or_batching(order, cuts):
+    kind, x = Sample(size=8, seed=3), activations(14, 40)
+    expected, got = state(kind, x), kind.init(6)
+    bounds = [0, *sorted(cuts), 40]
+    for start, stop in pairwise(bounds):
+        rows = torch.tensor(order[start:stop], dtype=torch.long)
+        got = kind.update(got, x[rows], rows)
+    assert torch.equal(got, expected)
+
+
+def test_samples_are_spread_over_sequences_and_positions():
+    """Row numbers of 128 sequences of 512 tokens; each eighth of either should give about 32 of 256 rows."""
+    rows = (torch.arange(128)[:, None] * (1 << 24) + torch.arange(512)).reshape(-1)
+    place = torch.arange(rows.numel(), dtype=torch.float32)[:, None]
+    kind = Sample(seed=4)
+    chosen = kind.rows(kind.update(kind.init(1), place, rows)).squeeze(1).long()
+    for part in (chosen // 512 * 8 // 128, chosen % 512 * 8 // 512):
+        counts = torch.bincount(part, minlength=8)
+        assert int(counts.min()) >= 12
+        assert int(counts.max()) <= 56
 
 
 def test_only_the_edited_site_is_rescaled():
