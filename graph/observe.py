@@ -50,11 +50,16 @@ def observe(
         kind, site = split_key(key)
         if site not in graph.sites:
             raise PlanError(f"statistic {key!r}: the graph has no site {site!r}")
+        if graph.sites[site].module is None:
+            raise PlanError(f"statistic {key!r}: this activation lies inside a module's forward and cannot be observed")
         by_site.setdefault(site, {})[key] = kind
     if not by_site:
         return {}
     taps = _Taps(by_site, graph)
-    handles = [model.get_submodule(site).register_forward_pre_hook(taps.hook(site)) for site in by_site]
+    handles = [
+        model.get_submodule(graph.sites[site].module or site).register_forward_pre_hook(taps.hook(site))
+        for site in by_site
+    ]
     body = _body(model, by_site)
     modes = {module: module.training for module in model.modules()}
     try:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..graph import Graph, LayoutError
 from ..graph.adapters import Shards, require_finite
-from ..graph.build import build_graph
+from ..graph.build import PROOFS, build_graph
 from ..graph.skeleton import load_config
 from ..transforms import QuantArgs, Scheme, formats_of, must_untie
 
 # Files that are part of a model without being its weights. Code (.py) is copied only if the user trusts it.
 _SIDE_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken", ".md"}
-_OURS = {"config.json", "model.safetensors.index.json", "regauge.json", "report.json"}
+_OURS = {"config.json", "model.safetensors.index.json", "regauge.json", "report.json", PROOFS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         raise LayoutError(f"model.path: {folder}: no such folder; give a checkpoint folder or 'smollm2'")
     config = load_config(folder)
     shards = Shards(folder)
-    graph = build_graph(config)
+    graph = build_graph(config, cache=folder)
     specs = shards.specs()
     redundant = {name for name in specs if name in graph.ties or name.endswith("rotary_emb.inv_freq")}
     found = {name: p for name, p in specs.items() if name not in redundant}

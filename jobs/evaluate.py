@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..graph import LayoutError
+from ..graph.skeleton import model_class, read_config
 from .data import Data, batches, sequences
 
 
@@ -71,10 +72,8 @@ def compare(
         for batch in batches(ids, batch_size):
             mask = batch.attention_mask
             given = None if bool(mask.all()) else mask
-            logits = model(input_ids=batch.input_ids, attention_mask=given, use_cache=False).logits
-            other = None
-            if reference is not None:
-                other = reference(input_ids=batch.input_ids, attention_mask=given, use_cache=False).logits
+            logits = _logits(model, batch.input_ids, given)
+            other = None if reference is None else _logits(reference, batch.input_ids, given)
             for row in range(len(batch.index)):  # float32 logits of one sequence at a time
                 n = int(mask[row].sum())
                 target = batch.input_ids[row, 1:n]
@@ -106,14 +105,25 @@ def _sums(logits_TV: Tensor, target_T: Tensor, reference_TV: Tensor | None) -> T
     return torch.stack((loss, kl, (log_p.argmax(-1) == log_q.argmax(-1)).sum().double()))
 
 
+def _logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    out = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    if getattr(out, "logits", None) is None:
+        name = type(model).__name__
+        raise LayoutError(
+            f"{name} has no language model head, so there is no perplexity to measure; evaluate a model with one "
+            f"(architectures in config.json: {name.removesuffix('Model')}ForCausalLM), or run without evaluation"
+        )
+    logits: Tensor = out.logits
+    return logits
+
+
 def load_model(model: str | Path | nn.Module) -> nn.Module:
     """The module itself, or what transformers loads from the folder, in the checkpoint's dtype."""
     if isinstance(model, nn.Module):
         return model.eval()
-    from transformers import AutoModelForCausalLM
-
     try:
-        return AutoModelForCausalLM.from_pretrained(str(model), dtype="auto", trust_remote_code=False).eval()
+        cls: Any = model_class(read_config(model))
+        return cls.from_pretrained(str(model), dtype="auto").eval()
     except ImportError as error:
         raise LayoutError(f"{model}: transformers needs another package to load it: {error}") from error
 

@@ -21,7 +21,7 @@ OUTSIDE = {
 }
 # graph and transforms lean on each other's plain types, never on each other's machinery
 INSIDE = {
-    "transforms": {"graph", "graph.patterns"},
+    "transforms": {"graph", "graph.mappings", "graph.patterns"},
     "graph": {"graph", "transforms"},
     "jobs": {"graph", "transforms"},
     "conf": {"graph", "transforms", "jobs"},

@@ -14,6 +14,8 @@ from ._compressed_tensors import formats_of as formats_of
 from ._compressed_tensors import must_untie as must_untie
 from ._compressed_tensors import pack_rows as pack_rows
 from ._compressed_tensors import unpack_rows as unpack_rows
+from ._cross_layer import CrossLayerEqualize as CrossLayerEqualize
+from ._cross_layer import cross_layer_scale as cross_layer_scale
 from ._integer import dequantize as dequantize
 from ._integer import fake_quantize as fake_quantize
 from ._integer import fake_quantize_activation as fake_quantize_activation

@@ -4,7 +4,7 @@ Legend: O = output rows, I = input channels, C = channel classes of a symmetry. 
 producers take 1/s, consumers take s. In exact arithmetic nothing changes; in bf16 each scaled weight is rounded once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..graph import Axis, Graph, PlanError, Symmetry
-from ..graph.patterns import resolve_mappings
+from ..graph.mappings import resolve_mappings
 from ._stats import rescale_stats
 from ._types import Params, Stats, Step
 
-KINDS_OF_SYMMETRY = ("norm", "v_o", "up_down")
+KINDS_OF_SYMMETRY = ("norm", "v_o", "up_down", "embed", "head")
 
 
 def smooth_scale(act_absmax: Tensor, weight_absmax: Tensor, alpha: float | Tensor) -> Tensor:
@@ -38,11 +38,8 @@ def guard_scale(s: Tensor, act: Tensor, floor: float, bounds: tuple[float, float
 def scale_axis(p: Tensor, axis: Axis, s_C: Tensor, inverse: bool = False) -> Tensor:
     """`p` with the channels of `axis` times s (or divided by s), in float32, rounded once to the dtype of `p`."""
     s_C = s_C.to(p.device)  # given scales may lie elsewhere; the dry run is on meta tensors
-    s = s_C if axis.classes is None else s_C[torch.tensor(axis.classes, device=s_C.device)]
-    shape = [1] * p.ndim
-    shape[axis.dim] = axis.size
     part = p.narrow(axis.dim, axis.start, axis.size).float() + axis.offset
-    s = s.reshape(shape)
+    s = _spread(per_channel(s_C, axis.classes), axis, p)
     part = ((part / s if inverse else part * s) - axis.offset).to(p.dtype)
     if axis.size == p.shape[axis.dim]:
         return part
@@ -51,20 +48,47 @@ def scale_axis(p: Tensor, axis: Axis, s_C: Tensor, inverse: bool = False) -> Ten
     return torch.cat((before, part, p.narrow(axis.dim, end, p.shape[axis.dim] - end)), axis.dim)
 
 
+def per_channel(s_C: Tensor, classes: tuple[int, ...] | None) -> Tensor:
+    """s of each channel: (width,) -> (len(classes),), with 1 for channels of class -1."""
+    if classes is None:
+        return s_C
+    index = torch.tensor(classes, device=s_C.device)
+    if min(classes) < 0:
+        s_C = torch.cat((s_C, torch.ones_like(s_C[:1])))  # which index -1 picks
+    return s_C[index]
+
+
+def _spread(s: Tensor, axis: Axis, p: Tensor) -> Tensor:
+    """One number for each channel of `axis`, in a shape that broadcasts over `p`."""
+    shape = [1] * p.ndim
+    shape[axis.dim] = axis.size
+    if axis.stack is None:
+        return s.reshape(shape)
+    shape[axis.stack] = p.shape[axis.stack]
+    s_EC = s.reshape(p.shape[axis.stack], axis.size)
+    return (s_EC if axis.stack < axis.dim else s_EC.T).reshape(shape)
+
+
 def axis_absmax(p: Tensor, axis: Axis, width: int) -> Tensor:
     """max |p| over everything but the channels of `axis`, per class: float32 (width,)."""
     part = p.narrow(axis.dim, axis.start, axis.size)
-    other = [d for d in range(p.ndim) if d != axis.dim]
-    peak = (torch.maximum(part.amax(other), -part.amin(other)) if other else part.abs()).float()
+    if axis.stack is not None:  # slices first, then channels
+        part = part.movedim((axis.stack, axis.dim), (0, 1)).flatten(0, 1)
+    else:
+        part = part.movedim(axis.dim, 0)
+    part = part.flatten(1) if part.ndim > 1 else part[:, None]
+    peak = torch.maximum(part.amax(1), -part.amin(1)).float()
     return class_max(peak, axis.classes, width)
 
 
 def class_max(x: Tensor, classes: tuple[int, ...] | None, width: int) -> Tensor:
-    """Maximum over the channels of each class: (len(classes),) -> (width,); x >= 0."""
+    """Maximum over the channels of each class: (len(classes),) -> (width,); x >= 0. Class -1 is left out."""
     if classes is None:
         return x
     index = torch.tensor(classes, device=x.device)
-    return x.new_zeros(width).scatter_reduce(0, index, x, "amax")
+    if min(classes) < 0:
+        index = torch.where(index < 0, width, index)
+    return x.new_zeros(width + 1).scatter_reduce(0, index, x, "amax")[:width]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +99,9 @@ class SmoothQuant:
       alpha: migration strength in [0, 1]; a 0-dim tensor to differentiate or `vmap` over it.
       statistic: "absmax", max |x| as in the paper, or "range", max x - min x with 2 max |w|, as SparseML and
         llm-compressor use it (the same up to a constant factor where activations are symmetric).
-      kinds: kinds of symmetries to use: "norm", "v_o", "up_down".
+      kinds: kinds of symmetries to use: "norm" (norm -> linears), "v_o" (values -> attention output), "up_down"
+        (linear -> linear), "embed" (embedding -> linear), "head" (last norm -> head). "norm" is where activations have
+        outliers; the others can help weights, and cost rounding where nothing is quantized.
       mappings: instead of `kinds`, `[[linear patterns], producer pattern]` pairs, with exact names or `re:` regexes.
       floor: channels whose statistic is at most this get s = 1.
       bounds: lower and upper limit of s.
@@ -127,7 +153,7 @@ class LogEqualize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescale:
-    """Apply given scales along the graph's symmetries: `scales[symmetry.name]` is s, float of shape (width,).
+    """Apply given scales along the graph's symmetries: `scales[symmetry.name]` is s, positive, of shape (width,).
 
     The building block of equalizers that find their scales elsewhere (a learned scale, a search, a random one in a
     test). Preserves the function exactly in exact arithmetic.
@@ -141,11 +167,11 @@ class Rescale:
         for name, s in self.scales.items():
             if name in known and tuple(s.shape) != (known[name].width,):
                 problems.append(f"rescale: {name}: expected s of shape ({known[name].width},), got {tuple(s.shape)}")
-        problems += _cuts("rescale", [known[n] for n in self.scales if n in known], graph)
+        problems += cut_symmetries("rescale", [known[n] for n in self.scales if n in known], graph)
         if problems:
             raise PlanError(problems)
         return tuple(
-            _fold_step("rescale", known[name], specs, (), partial(_given, symmetry=known[name], s_C=s))
+            fold_step("rescale", known[name], specs, (), partial(fold, symmetry=known[name], s_C=s))
             for name, s in self.scales.items()
         )
 
@@ -171,42 +197,60 @@ def _plan_folds(label: str, transform: SmoothQuant | LogEqualize, specs: Params,
     if transform.mappings is not None:
         symmetries = resolve_mappings(graph, transform.mappings, label)
     else:
-        symmetries = tuple(s for s in graph.symmetries if s.kind in transform.kinds)
-    problems = _missing_kinds(label, transform, graph) if transform.mappings is None else []
-    problems += _cuts(label, symmetries, graph)
+        symmetries = chosen_symmetries(label, transform.kinds, graph)
+    problems = cut_symmetries(label, symmetries, graph)
+    problems += [
+        f"{label}[{s.name}]: its activation lies inside {s.linears[0] if s.linears else s.name}, where it cannot be "
+        f"observed; leave out kind {s.kind!r}, exclude it by `select`, or use CrossLayerEqualize, which needs no data"
+        for s in symmetries
+        if s.site is None
+    ]
     if problems:
         raise PlanError(problems)
     steps = []
     for s in symmetries:
         needs = (f"{transform.statistic}:{s.site}",)
-        steps.append(_fold_step(label, s, specs, needs, partial(fn, symmetry=s)))
+        steps.append(fold_step(label, s, specs, needs, partial(fn, symmetry=s)))
     return tuple(steps)
 
 
-def _cuts(label: str, symmetries, graph: Graph) -> list[str]:
+def cut_symmetries(label: str, symmetries: Iterable[Symmetry], graph: Graph) -> list[str]:
+    """One problem for each symmetry of which a selection leaves some linears out."""
+    selected = {graph.ties.get(x.weight, x.weight) for x in graph.linears.values()}
     problems = []
     for symmetry in symmetries:
-        made = [symmetry.name] if symmetry.kind != "norm" else []
-        left = [name for name in (*made, *symmetry.linears) if name not in graph.linears]
+        axes = (*symmetry.producers, *symmetry.consumers)
+        weights = list(dict.fromkeys(a.param for a in axes if len(graph.shapes.get(a.param, ())) > 1))
+        left = [name.removesuffix(".weight") for name in weights if name not in selected]
         if left:
             problems.append(
                 f"{label}[{symmetry.name}]: {', '.join(left)} is not selected but shares the scale of "
-                f"{', '.join((*made, *symmetry.linears))}; select all of them or none"
+                f"{', '.join(name.removesuffix('.weight') for name in weights)}; select all of them or none"
             )
     return problems
 
 
-def _missing_kinds(label: str, transform: SmoothQuant | LogEqualize, graph: Graph) -> list[str]:
+def chosen_symmetries(label: str, kinds: Sequence[str], graph: Graph) -> tuple[Symmetry, ...]:
+    """The graph's symmetries of these kinds. Raises `PlanError` for a kind that it has none of, saying why."""
+    if graph.untraced is not None:
+        raise PlanError(
+            f"{label}: no symmetry is known for this model, since {graph.untraced}; give mappings "
+            "([[linear patterns], producer pattern]), which are proved on real tensors, or leave this stage out"
+        )
     present = {s.kind for s in graph.symmetries}
-    return [
+    problems = [
         f"{label}: no symmetry of kind {kind!r} is known for this model"
-        + (f" (kinds found: {', '.join(sorted(present))})" if present else "; give mappings")
-        for kind in transform.kinds
+        + (f" (kinds found: {', '.join(sorted(present))})" if present else "")
+        + "; `regauge job=inspect` shows what was found and why the rest was rejected"
+        for kind in kinds
         if kind not in present
     ]
+    if problems:
+        raise PlanError(problems)
+    return tuple(s for s in graph.symmetries if s.kind in kinds)
 
 
-def _fold_step(label: str, symmetry: Symmetry, specs: Params, needs: tuple[str, ...], fn) -> Step:
+def fold_step(label: str, symmetry: Symmetry, specs: Params, needs: tuple[str, ...], fn) -> Step:
     names = tuple(dict.fromkeys(axis.param for axis in (*symmetry.producers, *symmetry.consumers)))
     missing = [name for name in names if name not in specs]
     if missing:
@@ -219,7 +263,7 @@ def _fold_step(label: str, symmetry: Symmetry, specs: Params, needs: tuple[str, 
         reads=names,
         writes={name: specs[name] for name in names},
         needs=needs,
-        edits=(symmetry.site,),
+        edits=(*(() if symmetry.site is None else (symmetry.site,)), *symmetry.more_sites),
         fn=fn,
     )
 
@@ -242,22 +286,24 @@ def _smooth(params: Params, stats: Stats, *, symmetry, alpha, statistic, floor, 
     alpha = alpha.to(act.device) if isinstance(alpha, Tensor) else alpha  # the dry run is on meta tensors
     weight = _weight_absmax(params, symmetry) * (2 if statistic == "range" else 1)
     s_C = guard_scale(smooth_scale(act, weight, alpha), act, floor, bounds)
-    return _given(params, stats, symmetry=symmetry, s_C=s_C)
+    return fold(params, stats, symmetry=symmetry, s_C=s_C)
 
 
 def _log_equalize(params: Params, stats: Stats, *, symmetry, statistic, floor, bounds) -> tuple[Params, Stats]:
     act = _activation(stats, symmetry, statistic)
-    return _given(params, stats, symmetry=symmetry, s_C=guard_scale(log_scale(act), act, floor, bounds))
+    return fold(params, stats, symmetry=symmetry, s_C=guard_scale(log_scale(act), act, floor, bounds))
 
 
-def _given(params: Params, stats: Stats, *, symmetry: Symmetry, s_C: Tensor) -> tuple[Params, Stats]:
-    """Fold s: producers / s, consumers * s, statistics of the site rescaled."""
+def fold(params: Params, stats: Stats, *, symmetry: Symmetry, s_C: Tensor) -> tuple[Params, Stats]:
+    """Fold s: producers / s, consumers * s, statistics of the sites rescaled."""
     out = dict(params)
     for axis in symmetry.producers:
         out[axis.param] = scale_axis(out[axis.param], axis, s_C, inverse=True)
     for axis in symmetry.consumers:
         out[axis.param] = scale_axis(out[axis.param], axis, s_C)
-    classes = symmetry.site_classes
-    s_C = s_C.to(out[symmetry.producers[0].param].device)
-    s_site = s_C if classes is None else s_C[torch.tensor(classes, device=s_C.device)]
-    return out, rescale_stats(stats, symmetry.site, s_site)
+    restated: Stats = {}
+    s_site = per_channel(s_C.to(next(iter(out.values())).device), symmetry.site_classes)
+    for site in (symmetry.site, *symmetry.more_sites):
+        if site is not None:
+            restated = {**restated, **rescale_stats(stats, site, s_site)}
+    return out, restated

@@ -141,7 +141,7 @@ class Routed(nn.Module):
 def routed_graph():
     names = ("a", "b", "head")
     linears = {n: Linear(name=n, weight=f"{n}.weight", shape=(4, 4), site=n) for n in names}
-    return rg.Graph(linears=linears, sites={n: Site(name=n, width=4, linears=(n,)) for n in names})
+    return rg.Graph(linears=linears, sites={n: Site(name=n, width=4, linears=(n,), module=n) for n in names})
 
 
 def test_routed_tokens_are_counted_where_they_go():

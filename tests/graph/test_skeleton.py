@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from regauge import LayoutError
-from regauge.graph.skeleton import load_config, skeleton, tied_names, trace_reads
+from regauge.graph.skeleton import block_prefixes, example_inputs, load_config, model_class, skeleton, tied_names
 from torch import nn
-from transformers import BertConfig, CLIPConfig, LlamaConfig
+from transformers import BertConfig, LlamaConfig, PreTrainedConfig, T5Config, ViTConfig, WhisperConfig
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
 
@@ -39,9 +39,58 @@ def test_a_quantized_model_is_refused(tmp_path):
         load_config(write(tmp_path, config))
 
 
-def test_a_model_that_is_no_language_model_is_named():
-    with pytest.raises(LayoutError, match="model type 'clip' is no causal language model"):
-        skeleton(CLIPConfig())
+class Remote(PreTrainedConfig):
+    model_type = "remote"
+
+
+def test_a_model_that_transformers_does_not_know_is_named():
+    with pytest.raises(LayoutError, match="model type 'remote' is no model of transformers"):
+        skeleton(Remote())
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (LlamaConfig(), "LlamaForCausalLM"),
+        (LlamaConfig(architectures=["LlamaModel"]), "LlamaModel"),
+        (BertConfig(architectures=["BertForMaskedLM"]), "BertForMaskedLM"),
+        (LlamaConfig(architectures=["NotThere", "os", "pipeline"]), "LlamaForCausalLM"),
+        (T5Config(), "T5ForConditionalGeneration"),
+        (WhisperConfig(), "WhisperForConditionalGeneration"),
+        (ViTConfig(), "ViTForImageClassification"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else None,
+)
+def test_the_class_is_the_one_that_the_config_names_if_transformers_has_it(config, name):
+    assert model_class(config).__name__ == name
+
+
+def test_a_config_that_no_model_can_be_built_from_is_named():
+    with pytest.raises(LayoutError, match="'llama' cannot be built from its config"):
+        skeleton(LlamaConfig(**SHAPE, num_key_value_heads=4, hidden_act="no such function"))
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (LlamaConfig(**SHAPE), {"input_ids"}),
+        (T5Config(d_model=32, num_layers=1, num_heads=4), {"input_ids", "decoder_input_ids"}),
+        (
+            ViTConfig(image_size=16, patch_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+            {"pixel_values"},
+        ),
+    ],
+    ids=["llama", "t5", "vit"],
+)
+def test_inputs_are_those_that_the_forward_takes(config, names):
+    model = skeleton(config)
+    assert set(example_inputs(model)) == names
+
+
+def test_blocks_are_the_outermost_lists_of_layers():
+    t5 = skeleton(T5Config(d_model=32, num_layers=2, num_decoder_layers=1, num_heads=4))
+    assert block_prefixes(t5) == ("encoder.block.0", "encoder.block.1", "decoder.block.0")
+    assert block_prefixes(skeleton(LlamaConfig(**SHAPE))) == ("model.layers.0",)
 
 
 def test_a_skeleton_holds_no_numbers():
@@ -56,36 +105,3 @@ def test_ties_are_found_by_identity():
         b.weight.copy_(a.weight)
     c.weight = a.weight
     assert tied_names(nn.ModuleList([a, b, c])) == {"2.weight": "0.weight"}
-
-
-class Toy(nn.Module):
-    """Linears that read one tensor, its view, its edited copy, and each other."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
-        self.a, self.b, self.c, self.d, self.e, self.unused = (nn.Linear(4, 4) for _ in range(6))
-
-    def forward(self, input_ids, use_cache=None):
-        x = self.norm(input_ids[..., None].float().expand(-1, -1, 4))
-        y = self.a(x) + self.b(x)
-        shifted = x.clone()
-        made = self.c(shifted)
-        shifted += 1
-        return self.d(shifted) + self.e(made) + y
-
-
-def test_linears_are_grouped_by_the_tensor_that_they_read():
-    with torch.device("meta"):
-        model = Toy()
-    reads = trace_reads(model, ["a", "b", "c", "d", "e", "unused"])
-    # d reads the storage of c after it was edited
-    assert reads.groups == [["a", "b"], ["c"], ["d"], ["e"], ["unused"]]
-    assert reads.producers == {"a": "norm", "e": "c"}
-
-
-def test_a_decoder_of_another_kind_of_model_can_be_traced():
-    model = skeleton(BertConfig(**SHAPE, is_decoder=True))
-    groups = trace_reads(model, [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]).groups
-    attention = "bert.encoder.layer.0.attention.self"
-    assert [f"{attention}.{name}" for name in ("query", "key", "value")] in groups

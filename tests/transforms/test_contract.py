@@ -6,6 +6,7 @@ import pytest
 import regauge as rg
 import torch
 from regauge.transforms import (
+    CrossLayerEqualize,
     Decode,
     Dequantize,
     Encode,
@@ -33,6 +34,11 @@ def rescale(tiny):
     return Rescale(scales={s.name: torch.rand(s.width, generator=generator) + 0.5 for s in tiny.graph.symmetries})
 
 
+def observed_kinds(tiny):
+    """Kinds of symmetries whose activation is observed, but for the head."""
+    return tuple({s.kind: 0 for s in tiny.graph.symmetries if s.site not in (None, "lm_head")})
+
+
 def encoded(tiny, quantize, *then):
     """The quantizer, then transforms that need to know what it did."""
     schemes = rg.plan(quantize, tiny.params, tiny.graph).schemes
@@ -43,10 +49,11 @@ TRANSFORMS = {
     "identity": lambda t: identity(),
     "smooth": lambda t: SmoothQuant(alpha=0.6),
     "smooth_range": lambda t: SmoothQuant(alpha=0.6, statistic="range"),
-    "smooth_all": lambda t: SmoothQuant(kinds=tuple({s.kind: 0 for s in t.graph.symmetries})),
+    "smooth_all": lambda t: SmoothQuant(kinds=observed_kinds(t)),
     "log": lambda t: LogEqualize(),
-    "log_all": lambda t: LogEqualize(statistic="range", kinds=tuple({s.kind: 0 for s in t.graph.symmetries})),
+    "log_all": lambda t: LogEqualize(statistic="range", kinds=observed_kinds(t)),
     "rescale": rescale,
+    "cross_layer": lambda t: CrossLayerEqualize(kinds=("v_o", "up_down", "q_k")),
     "w8a8": lambda t: Quantize(scheme="W8A8", ignore=HEAD),
     "w8a16": lambda t: Quantize(scheme="W8A16", ignore=HEAD),
     "w4a16": lambda t: Quantize(scheme="W4A16", group_size=16, ignore=HEAD),
@@ -79,7 +86,7 @@ TRANSFORMS = {
     ),
     "chain": lambda t: chain(SmoothQuant(), LogEqualize(), Quantize(ignore=HEAD)),
 }
-CONV = ["identity", "smooth", "smooth_range", "smooth_all", "log", "log_all", "rescale"]
+CONV = ["identity", "smooth", "smooth_range", "smooth_all", "log", "log_all", "rescale", "cross_layer"]
 CONV += [name for name in TRANSFORMS if name.startswith("fake")]
 CASES = [(name, kind) for name in TRANSFORMS for kind in ("llama", "tied_llama", "opt", "gemma")]
 CASES += [(name, "gpt2") for name in CONV]

@@ -1,9 +1,11 @@
 """Equalization keeps the function of the model, and half of it does not."""
 
+from dataclasses import replace
+
 import pytest
 import regauge as rg
 import torch
-from regauge.transforms import LogEqualize, Rescale, SmoothQuant
+from regauge.transforms import CrossLayerEqualize, LogEqualize, Rescale, SmoothQuant
 
 KINDS = ["llama", "tied_llama", "biased_llama", "mistral", "qwen2", "qwen3", "gemma", "opt", "gpt2"]
 
@@ -16,10 +18,15 @@ def everything(model):
     )
 
 
+def observed_kinds(model):
+    return tuple({s.kind: 0 for s in model.graph.symmetries if s.site not in (None, "lm_head")})
+
+
 TRANSFORMS = {
-    "smooth": lambda m: SmoothQuant(alpha=0.5, kinds=tuple({s.kind: 0 for s in m.graph.symmetries})),
+    "smooth": lambda m: SmoothQuant(alpha=0.5, kinds=observed_kinds(m)),
     "smooth_range": lambda m: SmoothQuant(alpha=0.7, statistic="range"),
-    "log": lambda m: LogEqualize(kinds=tuple({s.kind: 0 for s in m.graph.symmetries})),
+    "log": lambda m: LogEqualize(kinds=observed_kinds(m)),
+    "cross_layer": lambda m: CrossLayerEqualize(kinds=("v_o", "up_down", "q_k")),
     "random": everything,
 }
 
@@ -49,15 +56,17 @@ def test_each_symmetry_alone_is_one(tiny, kind):
         one = Rescale(scales={symmetry.name: scales[symmetry.name]})
         out = rg.apply(rg.plan(one, model.params, model.graph), model.params)
         assert relative(model.logits(out), reference) < 1e-5, symmetry.name
-        for axes in (symmetry.producers, symmetry.consumers):
-            half = {**out, **{axis.param: model.params[axis.param] for axis in axes}}
-            assert relative(model.logits(half), reference) > 1e-3, symmetry.name
+        for missing in ("producers", "consumers"):
+            graph = replace(model.graph, symmetries=(replace(symmetry, **{missing: ()}),))
+            half = rg.apply(rg.plan(one, model.params, graph), model.params)
+            assert relative(model.logits(half), reference) > 1e-4, symmetry.name
 
 
-def powers_of_two(model):
+def powers_of_two(model, highest=2, leave_out=()):
     generator = torch.Generator().manual_seed(3)
+    chosen = [s for s in model.graph.symmetries if s.kind not in leave_out]
     return Rescale(
-        scales={s.name: 2.0 ** torch.randint(-2, 3, (s.width,), generator=generator) for s in model.graph.symmetries}
+        scales={s.name: 2.0 ** torch.randint(-2, highest + 1, (s.width,), generator=generator) for s in chosen}
     )
 
 
@@ -65,10 +74,17 @@ def powers_of_two(model):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gemma"])  # 1 + w rounds
 def test_powers_of_two_change_no_bit_of_the_logits(tiny, kind, dtype):
     model = tiny(kind, dtype)
-    out = rg.apply(rg.plan(powers_of_two(model), model.params, model.graph), model.params)
-    touched = {axis.param for s in model.graph.symmetries for axis in (*s.producers, *s.consumers)}
-    assert all(torch.equal(out[name], p) != (name in touched) for name, p in model.params.items())
-    assert torch.equal(model.logits(out), model.logits())
+    params, highest, left = model.params, 2, ()
+    if dtype == torch.float16:
+        # its smallest numbers have a fixed step: weights on a coarser grid survive being scaled down, activations are
+        # only scaled up, and keys, which would be scaled down, are left out
+        params = {name: ((p.double() * 2**20).round() / 2**20).half() for name, p in params.items()}
+        highest, left = 0, ("q_k",)
+    out = rg.apply(rg.plan(powers_of_two(model, highest, left), params, model.graph), params)
+    kept = [s for s in model.graph.symmetries if s.kind not in left]
+    touched = {axis.param for s in kept for axis in (*s.producers, *s.consumers)}
+    assert all(torch.equal(out[name], p) != (name in touched) for name, p in params.items())
+    assert torch.equal(model.logits(out), model.logits(params))
 
 
 @pytest.mark.parametrize("kind", ["opt", "gpt2"])  # the norms of the others compute in float32

@@ -1,6 +1,7 @@
 """What planning refuses, and how it says so."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from regauge import LayoutError, PlanError
 from regauge.transforms import (
     KINDS,
+    CrossLayerEqualize,
     Dequantize,
     Encode,
     LogEqualize,
@@ -43,27 +45,27 @@ def problems(tiny, transform, kind="llama"):
         (Quantize(scheme="W4A16", ignore=HEAD), "sizes that fit all: 16, 8, 4, 2"),
         (chain(Quantize(ignore=HEAD), Quantize(ignore=HEAD)), "expected a 2-D float weight, found torch.int8"),
         (chain(Quantize(ignore=HEAD), SmoothQuant()), "holds integer codes; equalize before quantizing"),
-        (Rescale(scales={"model.norm": torch.ones(32)}), "no symmetry 'model.norm'"),
+        (Rescale(scales={"model.nothing": torch.ones(32)}), "no symmetry 'model.nothing'"),
         (Rescale(scales={"model.layers.0.input_layernorm": torch.ones(3)}), r"shape (32,), got (3,)"),
         (select(Quantize(), include="re:nothing"), "select(Quantize): pattern 're:nothing' matches none"),
         (select(SmoothQuant(), exclude=["re:.*q_proj"]), "q_proj is not selected but shares the scale"),
         (SmoothQuant(mappings=[["q_proj", "norm"]]), "a mapping is [[linear patterns], producer pattern]"),
-        (SmoothQuant(mappings=[[["re:.*q_proj"], "re:.*input_layernorm"]]), "k_proj, model.layers.0.self_attn.v_proj reads"),
-        (SmoothQuant(mappings=[[["re:.*mlp.gate_proj", "re:.*mlp.up_proj"], "re:.*input_layernorm"]]), "reads the output of"),
+        (SmoothQuant(mappings=[[["re:.*q_proj"], "re:.*input_layernorm"]]), "k_proj, model.layers.0.self_attn.v_proj read the same"),
+        (SmoothQuant(mappings=[[["re:.*mlp.gate_proj", "re:.*mlp.up_proj"], "re:.*input_layernorm"]]), "the function changes"),
         (SmoothQuant(mappings=[[["re:.*q_proj"], "re:.*layernorm"]]), "2 producers match"),
         (SmoothQuant(mappings=[[["re:.*qkv"], "re:.*input_layernorm"]]), "pattern 're:.*qkv' matches none of"),
         (SmoothQuant(mappings=[[["re:.*q_proj"], "re:.*ln_1"]]), "pattern 're:.*ln_1' matches none of"),
         (SmoothQuant(mappings=[[["re:.*[qkv_proj"], "re:.*input_layernorm"]]), "not a regular expression"),
         (SmoothQuant(mappings=[[["re:.*q_proj", 3], "re:.*input_layernorm"]]), "expected a pattern as a string, got 3"),
-        (SmoothQuant(mappings=[[["re:.*q_proj", "re:.*o_proj"], "re:.*input_layernorm"]]), "read 2 different activations"),
+        (SmoothQuant(mappings=[[["re:.*q_proj", "re:.*o_proj"], "re:.*input_layernorm"]]), "k_proj, model.layers.0.self_attn.v_proj read the same"),
         (SmoothQuant(mappings=[[["lm_head"], "re:.*input_layernorm"]]), "input_layernorm is matched, but no linear is (lm_head)"),
-        (SmoothQuant(mappings=[[["re:.*down_proj"], "re:.*input_layernorm"]]), "an activation whose producer is not known"),
-        (SmoothQuant(mappings=[[["re:.*down_proj"], "re:.*gate_proj"]]), "no symmetry between these linears is known"),
+        (SmoothQuant(mappings=[[["re:.*down_proj"], "re:.*input_layernorm"]]), "expected 48 channels to scale, found shape (32,)"),
+        (SmoothQuant(mappings=[[["re:.*down_proj"], "re:.*gate_proj"]]), "gate_proj is bound by silu in model.layers.0.mlp.act_fn"),
         (select(SmoothQuant(), exclude=["re:["]), "not a regular expression"),
         (select(Quantize(ignore=HEAD), exclude=["re:.*qkv"]), "pattern 're:.*qkv' matches none of"),
         (select(Quantize(), include=["model.norm"]), "no module is left"),
         (Quantize(scheme="W4A16", group_size=5, ignore=HEAD), "sizes that fit all: 4, 2"),
-        (SmoothQuant(mappings=[[["re:.*k_proj"], "re:.*q_proj"]]), "reads the same activation"),
+        (SmoothQuant(mappings=[[["re:.*k_proj"], "re:.*q_proj"]]), "the function changes"),
         (partition({"a": Quantize()}, {"re:.*mlp": "a"}), "each label needs a transform"),
         (partition({"a": Quantize(), "b": Quantize()}, {"re:": "a"}), "each transform a linear"),
         (Encode(schemes={"model.nothing": None}), "no linear model.nothing"),
@@ -160,11 +162,26 @@ def test_long_lists_are_cut_in_the_message_and_kept_in_the_error():
     assert len(error.problems) == 100
 
 
-def test_a_family_without_symmetries_asks_for_mappings(tiny):
-    model = tiny("llama")
-    bare = rg.Graph(linears=model.graph.linears, sites=model.graph.sites, modules=model.graph.modules)
-    with pytest.raises(PlanError, match="no symmetry of kind 'norm' is known for this model; give mappings"):
-        rg.plan(SmoothQuant(), model.params, bare)
+@pytest.mark.parametrize(
+    ("untraced", "message"),
+    [
+        (None, "no symmetry of kind 'norm' is known for this model; `regauge job=inspect` shows"),
+        ("operator item in module 'x'", "since operator item in module 'x'; give mappings"),
+    ],
+)
+@pytest.mark.parametrize("transform", [SmoothQuant(), LogEqualize(), CrossLayerEqualize(kinds=("v_o",))])
+def test_a_model_without_symmetries_is_told_so(tiny, transform, untraced, message):
+    graph = tiny("llama").graph
+    bare = rg.Graph(linears=graph.linears, sites=graph.sites, modules=graph.modules, untraced=untraced)
+    with pytest.raises(PlanError, match=re.escape(message.replace("norm", transform.kinds[0]))):
+        rg.plan(transform, tiny("llama").params, bare)
+
+
+def test_an_activation_that_cannot_be_observed_asks_for_another_way(tiny):
+    graph = tiny("llama").graph
+    hidden = replace(graph, symmetries=tuple(replace(s, site=None) for s in graph.symmetries))
+    with pytest.raises(PlanError, match="cannot be observed; leave out kind 'norm'"):
+        rg.plan(SmoothQuant(), tiny("llama").params, hidden)
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied_llama", "qwen3", "opt"])
