@@ -85,9 +85,10 @@ def example_inputs(model: nn.Module) -> dict[str, Tensor]:
     inputs: dict[str, Tensor] = {}
     main = getattr(model, "main_input_name", "input_ids")
     if main == "pixel_values" or ("pixel_values" in known and "input_ids" not in known):
-        size = config.image_size
+        vision = getattr(config, "vision_config", config)
+        size = vision.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        inputs["pixel_values"] = torch.zeros(1, getattr(config, "num_channels", 3), height, width)
+        inputs["pixel_values"] = torch.zeros(1, getattr(vision, "num_channels", 3), height, width)
     elif main == "input_features":
         inputs["input_features"] = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
     else:

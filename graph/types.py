@@ -71,8 +71,8 @@ class Symmetry:
     becomes x / s[site_classes], and so do those at `more_sites`. `site` is None where no linear reads the scaled
     activation (queries and keys), or where it cannot be observed (inside a stack of experts).
 
-    Kinds: "norm" (norm -> linears), "v_o" (values -> attention output), "up_down" (linear -> linear), "embed"
-    (embedding -> linear), "q_k" (queries with keys).
+    Kinds: "norm" (norm -> linears), "v_o" (values -> attention output), "up_down" (linear -> linear), "q_k" (queries
+    with keys), "embed" (embedding -> linear), "head" (norm -> linears outside all blocks).
     """
 
     name: str

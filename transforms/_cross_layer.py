@@ -12,6 +12,7 @@ from ._smooth import axis_absmax, chosen_symmetries, cut_symmetries, fold, fold_
 from ._types import Params, Stats, Step
 
 KINDS = ("v_o", "up_down", "q_k")
+_USUAL = ("v_o", "up_down")
 
 
 def cross_layer_scale(first_C: Tensor, second_C: Tensor) -> Tensor:
@@ -31,30 +32,32 @@ class CrossLayerEqualize:
     one pass is the fixed point that the paper iterates to; biases are not absorbed, which needs batch norm.
 
     Args:
-      kinds: "v_o" (values -> attention output), "up_down" (linear -> linear), "q_k" (queries with keys).
+      kinds: "v_o" (values -> attention output), "up_down" (linear -> linear), "q_k" (queries with keys). None takes
+        those of "v_o" and "up_down" that the model has.
       bounds: lower and upper limit of s. Channels that are zero on either side get s = 1.
 
     Preserves the function exactly in exact arithmetic. Source: Nagel et al., arXiv 1906.04721, section 4.1.
     """
 
-    kinds: tuple[str, ...] = ("v_o", "up_down")
+    kinds: tuple[str, ...] | None = None
     bounds: tuple[float, float] = (1e-4, 1e4)
 
     def __post_init__(self):
         for name in ("kinds", "bounds"):
             value = getattr(self, name)
+            if name == "kinds" and value is None:
+                continue
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise ValueError(f"{name}: expected a list, got {value!r}")
             object.__setattr__(self, name, tuple(value))
-        if not self.kinds or any(kind not in KINDS for kind in self.kinds):
-            raise ValueError(f"kinds: expected some of {', '.join(KINDS)}, got {list(self.kinds)}")
+        if self.kinds is not None and (not self.kinds or any(kind not in KINDS for kind in self.kinds)):
+            raise ValueError(f"kinds: expected some of {', '.join(KINDS)}, got {self.kinds!r}")
         if len(self.bounds) != 2 or not 0 < self.bounds[0] <= 1 <= self.bounds[1]:
             raise ValueError(f"bounds: expected (low, high) with 0 < low <= 1 <= high, got {self.bounds}")
 
     def plan(self, specs: Params, graph: Graph) -> tuple[Step, ...]:
         present = {s.kind for s in graph.symmetries}
-        # a model without gated or ReLU layers has no up_down; only a model with none of the kinds is an error
-        kinds = [kind for kind in self.kinds if kind in present] or self.kinds
+        kinds = self.kinds or tuple(kind for kind in _USUAL if kind in present) or _USUAL
         symmetries = chosen_symmetries("cross_layer", kinds, graph)
         problems = cut_symmetries("cross_layer", symmetries, graph)
         if problems:

@@ -100,8 +100,8 @@ class SmoothQuant:
       statistic: "absmax", max |x| as in the paper, or "range", max x - min x with 2 max |w|, as SparseML and
         llm-compressor use it (the same up to a constant factor where activations are symmetric).
       kinds: kinds of symmetries to use: "norm" (norm -> linears), "v_o" (values -> attention output), "up_down"
-        (linear -> linear), "embed" (embedding -> linear), "head" (last norm -> head). "norm" is where activations have
-        outliers; the others can help weights, and cost rounding where nothing is quantized.
+        (linear -> linear), "embed" (embedding -> linear), "head" (norm -> linears outside all blocks, as the head).
+        The default is "norm", where activations have outliers; measure before adding others.
       mappings: instead of `kinds`, `[[linear patterns], producer pattern]` pairs, with exact names or `re:` regexes.
       floor: channels whose statistic is at most this get s = 1.
       bounds: lower and upper limit of s.

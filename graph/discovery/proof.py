@@ -91,8 +91,13 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _forward(model: nn.Module, params: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-    with _InFloat64():
-        return main_output(torch.func.functional_call(model, dict(params), kwargs=dict(inputs)))
+    usual = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)  # masks that are made on the way must hold the lowest float64
+        with _InFloat64():
+            return main_output(torch.func.functional_call(model, dict(params), kwargs=dict(inputs)))
+    finally:
+        torch.set_default_dtype(usual)
 
 
 class _InFloat64(TorchFunctionMode):
