@@ -59,6 +59,20 @@ def model_class(config: Any) -> type[nn.Module]:
     )
 
 
+def is_causal_lm(config: Any) -> bool:
+    """True for models whose logits at a token predict the next one."""
+    import transformers
+
+    found = transformers.AutoModelForCausalLM._model_mapping.get(type(config), ())
+    return model_class(config) in (found if isinstance(found, tuple) else (found,))
+
+
+def reads_tokens_alone(config: Any) -> bool:
+    """True for models whose forward needs nothing but token ids: no image, no sound, no second sequence."""
+    main = getattr(model_class(config), "main_input_name", "input_ids")
+    return main == "input_ids" and not getattr(config, "is_encoder_decoder", False)
+
+
 def skeleton(config: Any) -> nn.Module:
     """The model of `config` on the meta device: every module and shape, no memory."""
     with torch.device("meta"):
@@ -86,7 +100,7 @@ def example_inputs(model: nn.Module) -> dict[str, Tensor]:
     main = getattr(model, "main_input_name", "input_ids")
     if main == "pixel_values" or ("pixel_values" in known and "input_ids" not in known):
         vision = getattr(config, "vision_config", config)
-        size = vision.image_size
+        size = getattr(vision, "image_size", 224)
         height, width = size if isinstance(size, list | tuple) else (size, size)
         inputs["pixel_values"] = torch.zeros(1, getattr(vision, "num_channels", 3), height, width)
     elif main == "input_features":

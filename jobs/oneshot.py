@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from ..graph import LayoutError, PlanError
 from ..graph.adapters import ShardWriter, execute
+from ..graph.skeleton import is_causal_lm, model_class, reads_tokens_alone
 from ..transforms import (
     Encode,
     Params,
@@ -118,6 +119,7 @@ def oneshot(
         tokenizer = load_tokenizer(source) if planned.needs or evaluation else None
         ids = sequences(data, tokenizer) if planned.needs else []
         held_out = sequences(evaluation, tokenizer) if evaluation else []
+        _check_model(checkpoint, bool(planned.needs), bool(held_out))
         if held_out and planned.schemes:
             _require("compressed_tensors", "measuring the written checkpoint")
     with _phase(seconds, "calibrate"):
@@ -156,6 +158,21 @@ def oneshot(
         report = replace(report, before=before, after=after, seconds=seconds, peak_memory=peak_memory())
         write_json(target / "report.json", report.to_json())
     return report
+
+
+def _check_model(checkpoint: Checkpoint, calibrated: bool, evaluated: bool) -> None:
+    """Raise `LayoutError` when the model is of a kind that text cannot be run through, or measured on."""
+    config, name = checkpoint.config, model_class(checkpoint.config).__name__
+    if calibrated and not reads_tokens_alone(config):
+        raise LayoutError(
+            f"{checkpoint.folder}: {name} reads more than token ids, so it cannot be calibrated on text; use a recipe "
+            "that needs no data (cle_w8a8, rtn_w8a8), or collect statistics with `observe` in your own code"
+        )
+    if evaluated and not is_causal_lm(config):
+        raise LayoutError(
+            f"{checkpoint.folder}: {name} has no causal language model head, so there is no perplexity to measure; "
+            "run with evaluation=none"
+        )
 
 
 def plan_output(transform: Transform, checkpoint: Checkpoint) -> Plan:

@@ -33,7 +33,8 @@ class Classes:
         a, b = (x.reshape(-1) for x in torch.broadcast_tensors(self.canonical(a), self.canonical(b)))
         self.pin(torch.cat((a[b < 0], b[a < 0])))
         both = (a >= 0) & (b >= 0)
-        a, b = torch.stack((a[both], b[both]), 1).unique(dim=0).unbind(1)
+        pairs = (a[both] * len(self.root) + b[both]).unique()
+        a, b = pairs // len(self.root), pairs % len(self.root)
         if opposite:
             b = b ^ 1
         self._union(torch.cat((a, a ^ 1)), torch.cat((b, b ^ 1)))

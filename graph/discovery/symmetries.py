@@ -111,31 +111,39 @@ def _axes(push: Push, paired: bool):
 
     made = [chosen(key).reshape(-1) for key in uses if key[-1]]
     used = [chosen(key).reshape(-1) for key in uses if not key[-1]]
-    both = torch.cat(made).unique() if made else torch.tensor([])
+    names = _classes(push, made)
     if not paired:  # a class that no consumer takes back is no symmetry
-        taken = torch.cat(used).unique() if used else torch.tensor([])
-        both = both[torch.isin(both, taken)]
-    names = both[both >= 0]
+        names = names & _classes(push, used)
+    dense = torch.where(names, names.cumsum(0) - 1, -1)  # in the order of the first producer's channels
+    count = int(names.sum())
     experts = _experts(push)
     sides: tuple[list[Axis], list[Axis]] = ([], [])
     for key, u in uses.items():
         label = chosen(key)
-        label = torch.where(torch.isin(label, names), torch.searchsorted(names, label.clamp(min=0)), -1)
+        label = torch.where(label < 0, -1, dense[label.clamp(min=0)])
         mirrored = groups[key][1]
         for flip in (False, True):
             own = torch.where(mirrored == flip, label, -1)
             if bool((own >= 0).any()):
                 inverse = (u.reads is None) != flip  # what makes a channel takes 1/s, what reads it takes s
-                sides[0 if inverse else 1].append(_axis(u, own, len(names), experts.get(u.param)))
+                sides[0 if inverse else 1].append(_axis(u, own, count, experts.get(u.param)))
     reads = []
     for u in push.consumers:
         label = chosen((u.param, u.dim, u.stack, u.start, False))
         if u.reads is not None and label.ndim == 1 and not experts:
-            dense = torch.where(torch.isin(label, names), torch.searchsorted(names, label.clamp(min=0)), -1)
-            if bool((dense >= 0).any()):
-                reads.append((u.reads, tuple(dense.tolist())))
-    width = len(names) * next(iter(experts.values()), 1)
+            label = torch.where(label < 0, -1, dense[label.clamp(min=0)])
+            if bool((label >= 0).any()):
+                reads.append((u.reads, tuple(label.tolist())))
+    width = count * next(iter(experts.values()), 1)
     return tuple(sides[0]), tuple(sides[1]), tuple(reads), width
+
+
+def _classes(push: Push, labels: list[Tensor]) -> Tensor:
+    """True for the classes that occur."""
+    seen = torch.zeros(2 * sum(push.counts), dtype=torch.bool)
+    for label in labels:
+        seen[label[label >= 0]] = True
+    return seen
 
 
 def _experts(push: Push) -> dict[str, int]:

@@ -210,7 +210,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[-1]
-        self.current = name
+        if not func._schema.name.startswith("prim::"):  # questions about devices
+            self.current = name
         out = func(*args, **kwargs)
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if not made:  # questions about devices and sizes
