@@ -14,8 +14,10 @@ from .graph.observe import observe as observe
 from .graph.simulate import quantized_activations as quantized_activations
 from .jobs import Data as Data
 from .jobs import Evaluation as Evaluation
+from .jobs import Inspection as Inspection
 from .jobs import Report as Report
 from .jobs import evaluate as evaluate
+from .jobs import inspect as inspect
 from .jobs import oneshot as oneshot
 from .transforms import Params as Params
 from .transforms import Plan as Plan

@@ -3,6 +3,7 @@
 regauge                                             the demo: smooth and quantize SmolLM2-135M to W8A8, and measure it
 regauge model.path=DIR recipe=smooth_w4a16          another model, another recipe
 regauge -m recipe.stages.smooth.alpha=0.5,0.7,0.9   a sweep; statistics are collected once
+regauge job=inspect model.path=DIR                  what can be rescaled, proved: a table, JSON and a picture
 """
 
 import logging
@@ -65,7 +66,17 @@ def _evaluate(config: DictConfig) -> float:
     return _finite(result.perplexity)
 
 
-_JOBS = {"oneshot": _oneshot, "evaluate": _evaluate}
+def _inspect(config: DictConfig) -> float:
+    from ..jobs import inspect
+
+    values = plain(config)
+    result = inspect(values["model"]["path"], _output_dir(values["output_dir"], ""), **values["job"]["settings"])
+    print(result.table())
+    print("\n" + "\n".join(f"written     {path}" for path in result.files))
+    return 0.0
+
+
+_JOBS = {"oneshot": _oneshot, "evaluate": _evaluate, "inspect": _inspect}
 
 
 def _model(path: str) -> str:
@@ -74,11 +85,11 @@ def _model(path: str) -> str:
     return str(smollm2()) if path == "smollm2" else path
 
 
-def _output_dir(path: str | None) -> Path:
-    """The folder named by the user, else `model` in Hydra's run folder; in a sweep, one subfolder a job."""
+def _output_dir(path: str | None, name: str = "model") -> Path:
+    """The folder named by the user, else `name` in Hydra's run folder; in a sweep, one subfolder a job."""
     settings = HydraConfig.get()
     if path is None:
-        return Path(settings.runtime.output_dir) / "model"
+        return Path(settings.runtime.output_dir) / name
     return Path(path) / str(settings.job.num) if _is_sweep() else Path(path)
 
 

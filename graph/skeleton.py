@@ -31,7 +31,8 @@ def read_config(folder: str | Path) -> Any:
     try:
         return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
-        raise LayoutError(f"{folder}/config.json: {error}") from error
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LayoutError(f"{folder}/config.json: {first}") from error
 
 
 def model_class(config: Any) -> type[nn.Module]:

@@ -67,9 +67,9 @@ class Site:
 class Symmetry:
     """A rescaling that leaves the function unchanged: producers times 1/s, consumers times s, per channel class.
 
-    `width` is the number of classes, that is the length of s; `linears` are the consumers. The activation at `site`
-    becomes x / s[site_classes], and so do those at `more_sites`. `site` is None where no linear reads the scaled
-    activation (queries and keys), or where it cannot be observed (inside a stack of experts).
+    `width` is the number of classes, that is the length of s; `linears` are those that consumers belong to. The
+    activation at `site` becomes x / s[site_classes], and so do those at `more_sites`. `site` is None where no linear
+    reads the scaled activation (queries and keys), or where it cannot be observed (inside a stack of experts).
 
     Kinds: "norm" (norm -> linears), "v_o" (values -> attention output), "up_down" (linear -> linear), "q_k" (queries
     with keys), "embed" (embedding -> linear), "head" (norm -> linears outside all blocks).

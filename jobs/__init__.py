@@ -3,6 +3,8 @@
 from .data import Data as Data
 from .evaluate import Evaluation as Evaluation
 from .evaluate import evaluate as evaluate
+from .inspect import Inspection as Inspection
+from .inspect import inspect as inspect
 from .oneshot import oneshot as oneshot
 from .recipes import build_recipe as build_recipe
 from .recipes import load_recipe as load_recipe

@@ -21,7 +21,7 @@ from ..transforms import QuantArgs, Scheme, formats_of, must_untie
 
 # Files that are part of a model without being its weights. Code (.py) is copied only if the user trusts it.
 _SIDE_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken", ".md"}
-_OURS = {"config.json", "model.safetensors.index.json", "regauge.json", "report.json", PROOFS}
+_OURS = {"config.json", "model.safetensors.index.json", "regauge.json", "report.json", "inspect.json", PROOFS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def find_symmetries(trace: Trace) -> tuple[list[Found], list[Rejection]]:
             found += [(q.node, group) for group in groups if group.kind == "q_k"]
     found.sort(key=lambda item: item[0])
     unique = {(group.name, group.kind): group for _, group in found}
-    paired = {part for group in unique.values() for part in group.name.split(":")}
+    paired = {module_of(a.param) for g in unique.values() if g.kind == "q_k" for a in (*g.producers, *g.consumers)}
     return list(unique.values()), [r for r in rejected if r.name not in paired]
 
 
@@ -190,5 +190,8 @@ def _relative(name: str, other: str) -> str:
 
 def _rejection(push: Push, trace: Trace, start: Start) -> Rejection:
     param = trace.values[start.uses[0][0]].param or ""
+    name, ran_in = module_of(param), trace.nodes[start.node].module
+    if start.kind == "linear" and not f"{name}.".startswith(f"{ran_in}."):
+        name = ran_in  # a tied head has the embedding's parameter
     reasons = sorted(push.reasons, key=lambda reason: -push.reasons[reason])
-    return Rejection(name=module_of(param), kind=start.kind, reasons=tuple(reasons) or ("nothing reads it",))
+    return Rejection(name=name, kind=start.kind, reasons=tuple(reasons) or ("nothing reads it",))

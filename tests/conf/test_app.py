@@ -32,6 +32,24 @@ def test_errors_are_one_line_and_exit_with_two(tmp_path):
     assert done.stderr.strip() == "error: model.path: absent: no such folder; give a checkpoint folder or 'smollm2'"
 
 
+def test_inspect_needs_a_config_only(tmp_path):
+    from transformers import LlamaConfig
+
+    settings = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(**settings, vocab_size=64, bos_token_id=0, eos_token_id=0).save_pretrained(tmp_path / "model")
+    out = command("job=inspect", "model.path=model", "hydra.run.dir=run", cwd=tmp_path).stdout
+    assert "model.layers.0-1 (2 alike)" in out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("written")] == [
+        str(tmp_path / "run" / name) for name in ("inspect.json", "graph.svg")
+    ]
+    assert len(json.loads((tmp_path / "run" / "inspect.json").read_text())["symmetries"]) == 11
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "nope"}')
+    done = command("job=inspect", "model.path=model", cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: model/config.json: ")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.usefixtures("own_cache")
 def test_a_sweep_writes_a_folder_for_each_job_and_calibrates_once(tmp_path):
     import torch
