@@ -109,8 +109,8 @@ def table():
         f"Written by `python benchmarks/architectures.py`, with torch {torch.__version__.split('+')[0]} and "
         f"transformers {transformers.__version__}. Each row is a config with few channels and two layers; the groups "
         "are compared with what is written down from reading the model's code (`tests/tables/architectures.py`), and "
-        "all of them together with random scales keep the function. *Change* is the largest derivative of the output along the "
-        "orbit of a group, relative to the output; *control* is the smallest one when only the consumers are "
+        "all of them together with random scales keep the function. *Change* is the largest derivative of the output "
+        "along the orbit of a group, relative to it; *control* is the smallest one when only the consumers are "
         "scaled.\n\n"
         "| architecture | class | " + " | ".join(f"`{k}`" for k in KINDS) + " | proof | change | control | seconds |\n"
         "|---|---|" + "---|" * (len(KINDS) + 4)

@@ -4,6 +4,7 @@ A `Graph` holds names and shapes only, no tensors, so it is cheap to build, prin
 `regauge.graph.build` from a config, by tracing the forward of its model on fake tensors.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -111,7 +112,7 @@ class Proof:
     @property
     def holds(self) -> bool:
         """The output stands still along the orbit, and it does move when only the consumers are scaled."""
-        return self.error is None and self.control > 1e-6 and self.change <= 1e-9 * self.control
+        return self.error is None and 1e-6 < self.control < math.inf and self.change <= 1e-9 * self.control
 
     @property
     def reason(self) -> str:

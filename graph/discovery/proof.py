@@ -116,6 +116,10 @@ def prove(instance: Instance, symmetry: Symmetry) -> Proof:
     direction = torch.randn(symmetry.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     both = _exponents(instance, direction, symmetry.producers, symmetry.consumers)
     half = _exponents(instance, direction, (), symmetry.consumers)
+    rest = _exponents(instance, direction, symmetry.producers, ())
+    twice = [n for n in half if n in rest and bool((half[n][0] * rest[n][0]).any())]
+    if twice:  # 1/s and s on the same numbers change nothing, which would pass for a symmetry
+        return Proof(method="none", error=f"{', '.join(twice)} would be scaled both ways")
     for method, move in (("jvp", _derivative), ("finite", _difference)):
         try:
             with torch.no_grad():

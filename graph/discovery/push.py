@@ -31,6 +31,9 @@ _MOVES = {
     "roll", "flip", "_reshape_alias", "unfold", "movedim", "chunk", "contiguous", "repeat_interleave",
 }  # fmt: skip
 _HOMOGENEOUS = {"neg", "relu", "_to_copy", "abs", "leaky_relu", "lift_fresh", "dropout", "to", "positive"}
+# moves that leave rows (all dims but the last) in their order, and those that do if their number stays
+_SAME_ROWS = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "clone", "alias", "detach", "contiguous"}
+_CUT_OR_JOIN = {"slice", "split", "split_with_sizes", "chunk", "cat"}
 _ROUTES = {"index", "index_select", "gather"}
 _SHAPE_ONLY = {"new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like"}
 _CONTRACTIONS = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm"}
@@ -112,8 +115,9 @@ class Push:
             return {}
         if index in self.starts and not live:
             start, first = self.starts[index]
-            for number, label in start.uses:
-                self._use(self.producers, number, label * 2 + first, index)
+            used = [self._use(self.producers, number, label * 2 + first, index) for number, label in start.uses]
+            if not all(used):
+                self._pin(start.label * 2 + first, f"not a plain view of a parameter: {node.name} in {node.module}")
             return {start.value: start.label * 2 + first}
         return made
 
@@ -125,10 +129,12 @@ class Push:
 
     def _pass(self, index: int, node: Node, live: dict[int, Tensor]) -> dict[int, Tensor]:
         name, first = node.name, _first(node)
-        if name in _MOVES or (name in _ROUTES and first in live and self._is_fixed(node)):
-            return self._move(node, live)
         if name in _SHAPE_ONLY:
             return {}
+        if not all(self.trace.values[number].floating for number in node.outputs):
+            return self._reject(live, node)
+        if name in _MOVES or (name in _ROUTES and first in live and self._is_fixed(node)):
+            return self._move(node, live)
         if name == "copy" and _first(node, 1) in live:
             return {node.outputs[0]: self._align(live[_first(node, 1)], node)}
         if name == WRITTEN and len(node.args[0]) == 1:
@@ -139,7 +145,7 @@ class Push:
             return (
                 self._move(node, live, fill=UNSCALED) if name == "constant_pad_nd" else {node.outputs[0]: live[first]}
             )
-        if name in ("mul", "div"):
+        if name in ("mul", "div") and not node.kwargs:  # division may be asked to round
             return self._scale(node, live)
         if name in ("add", "sub"):
             return self._add(index, node, live)
@@ -163,6 +169,7 @@ class Push:
 
         if any(isinstance(x, Ref) for x in node.kwargs.values()):
             return self._reject(live, node)
+        self.moved |= self._moves_rows(node)
         args = [label(x) for x in node.args]
         if fill is not None:
             args[2:] = [fill]
@@ -172,6 +179,13 @@ class Push:
         out = node.op(*args, **kwargs)
         made = [out] if isinstance(out, Tensor) else list(out)
         return dict(zip(node.outputs, made, strict=True))
+
+    def _moves_rows(self, node: Node) -> bool:
+        """False if the rows of the value, all but its last dim, are surely the same and in the same order."""
+        if node.name in _SAME_ROWS:
+            return False
+        shapes = {self.trace.values[n].shape[:-1] for n in (*node.inputs, *node.outputs)}
+        return node.name not in _CUT_OR_JOIN or len(shapes) > 1
 
     def _is_fixed(self, node: Node) -> bool:
         """What is picked is written in the code."""
@@ -213,7 +227,7 @@ class Push:
         if not isinstance(other, Ref):
             return {node.outputs[0]: label} if other == 0 else self._reject(live, node, "a constant: ")
         value = self.trace.values[other.id]
-        if value.param and node.name == "add":
+        if value.param and value.shape and node.name == "add":
             rank = len(value.shape)
             own = (
                 label.reshape(label.shape[label.ndim - rank :])
@@ -241,13 +255,13 @@ class Push:
         if self.trace.values[other].param is None:
             self.met.append((index, number == left))
             return self._reject(live, node, "contracted with an activation: ")
-        if label.shape[-3 - inner] != 1 or (node.name == "_grouped_mm" and node.args[2].id != self.experts):
-            self.moved = True
+        grouped = is_grouped(self.trace, node)
+        self.moved |= not grouped or node.args[2].id != self.experts
         if label.shape[-3 - inner] != 1:  # the other matrix dim: rows that are scaled apart
             return self._reject(live, node)
         # channels lie in the last dim of an activation on the left and in the one before on the right
         own = label.transpose(-1, -2)
-        if node.name == "_grouped_mm":
+        if grouped:
             own = own[None]
         if not self._use(self.consumers, other, own, index, reads=number):
             return self._reject(live, node, "not a plain view of a parameter: ")
@@ -295,6 +309,8 @@ class Push:
         place = _place(value, self.trace.params.get(value.param or ""), label)
         if place is None or value.param is None or (reads is not None and value.added):
             return False
+        if value.picked is not None and place[1] is not None:  # slices in an order that is known at run time only
+            return False
         dim, stack, start, own = place
         side.append(Use(value.param, dim, stack, start, own, value.added, index, reads))
         return True
@@ -330,6 +346,8 @@ def _start(trace: Trace, index: int, node: Node) -> Start | None:
         wide = label.reshape((1,) * (len(trace.values[out].shape) - label.ndim) + value.shape)
         return Start("norm", index, out, wide, ((sides[0][0].id, label),))
     if node.name in ("native_layer_norm", "_fused_rms_norm", "rms_norm") and parameter(args[2]):
+        if any(a is not None and not parameter(a) for a in args[3:4] if not isinstance(a, float)):
+            return None  # what is added is computed, and is not scaled
         uses = [(a.id, torch.arange(_width(trace, a.id))) for a in args[2:4] if parameter(a)]
         label = torch.arange(_width(trace, out)).reshape((1,) * (len(trace.values[out].shape) - 1) + (-1,))
         return Start("norm", index, out, label, tuple(uses))
@@ -349,7 +367,9 @@ def _linear_start(trace: Trace, index: int, node: Node, parameter) -> Start | No
         return None
     width = value.shape[-1]
     label = torch.arange(width).reshape(1, width)
-    if node.name == "_grouped_mm":
+    if node.name == "_grouped_mm" and not is_grouped(trace, node) and len(trace.values[x.id].shape) != 3:
+        return None
+    if is_grouped(trace, node):
         return Start("linear", index, node.outputs[0], label, ((w.id, label[None]),), experts=node.args[2].id)
     if len(value.shape) == 3:
         stacked = value.stride[0] != 0
@@ -357,6 +377,8 @@ def _linear_start(trace: Trace, index: int, node: Node, parameter) -> Start | No
     uses = [(w.id, label)]
     if biased:
         rank = len(trace.values[node.args[0].id].shape)
+        if label.shape[label.ndim - rank :].numel() != label.numel():
+            return None  # one bias for a whole stack
         uses.append((node.args[0].id, label.reshape(label.shape[label.ndim - rank :])))
     return Start("linear", index, node.outputs[0], label, tuple(uses))
 
@@ -368,6 +390,8 @@ def _place(value: Value, base: tuple[int, ...] | None, label: Tensor) -> tuple[i
     """
     if base is None or label.ndim != len(value.shape):
         return None
+    if any(n not in (1, m) for n, m in zip(label.shape, value.shape, strict=True)):
+        return None  # the parameter is broadcast over channels that scale apart
     strides = [1] * len(base)
     for j in range(len(base) - 2, -1, -1):
         strides[j] = strides[j + 1] * base[j + 1]
@@ -396,6 +420,17 @@ def _place(value: Value, base: tuple[int, ...] | None, label: Tensor) -> tuple[i
     ):
         return None
     return dim, stack, start, own.expand((*own.shape[:-1], size))
+
+
+def is_grouped(trace: Trace, node: Node) -> bool:
+    """True for the matmul of rows with the matrix of the expert that each was sorted to."""
+    return (
+        node.name == "_grouped_mm"
+        and len(node.args) > 2
+        and isinstance(node.args[2], Ref)
+        and len(trace.values[node.args[0].id].shape) == 2
+        and len(trace.values[node.args[1].id].shape) == 3
+    )
 
 
 def _first(node: Node, position: int = 0) -> int:

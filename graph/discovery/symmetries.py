@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..types import Axis, Rejection
-from .push import Push, Start, Use, starts_of
+from .push import Push, Start, Use, is_grouped, starts_of
 from .trace import Trace
 
 
@@ -90,7 +90,9 @@ def _settle(push: Push, users: Mapping[str, set[int]]) -> None:
     for a in uses:
         for b in uses:
             if a is not b and (a.param, a.dim, a.stack) == (b.param, b.dim, b.stack):
-                if (a.start, a.label.shape) == (b.start, b.label.shape):
+                if (a.reads is None) != (b.reads is None) or a.offset != b.offset:
+                    push._pin(torch.cat((a.label.reshape(-1), b.label.reshape(-1))), f"{a.param} is used in two ways")
+                elif (a.start, a.label.shape) == (b.start, b.label.shape):
                     push.classes.merge(a.label, b.label)
                 elif a.start < b.start + b.label.shape[-1] and b.start < a.start + a.label.shape[-1]:
                     push._pin(torch.cat((a.label.reshape(-1), b.label.reshape(-1))), f"{a.param} is used in two ways")
@@ -149,9 +151,18 @@ def _classes(push: Push, labels: list[Tensor]) -> Tensor:
 def _experts(push: Push) -> dict[str, int]:
     """Stacks of experts that may each have their own scales: chosen by token, in one order all the way."""
     uses = [*push.producers, *push.consumers]
-    if push.experts is None or push.moved:
+    if push.experts is None or push.moved or any(not _is_stack(push, u) for u in uses):
         return {}
     return {u.param: push.trace.params[u.param][0] for u in uses}
+
+
+def _is_stack(push: Push, use: Use) -> bool:
+    """The parameter has a slice for each expert: a grouped matrix, or a bias that is picked by expert."""
+    node = push.trace.nodes[use.node]
+    if is_grouped(push.trace, node):
+        return True
+    picked = [push.trace.values[n] for n in node.inputs if push.trace.values[n].param == use.param]
+    return all(value.picked is not None for value in picked)
 
 
 def _axis(use: Use, label: Tensor, width: int, experts: int | None) -> Axis:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._errors import LayoutError
@@ -21,6 +21,7 @@ from ..skeleton import tied_names
 # Experts are run as one grouped matmul on the tokens sorted by expert: the only way without a data-dependent loop that
 # keeps each stack of experts one operand.
 EXPERTS = "grouped_mm"
+_MAX_CONSTANT = 1 << 20
 # The name of a node that no operator makes: other views of memory that was written in place, as they are afterwards.
 # Its arguments are the values written and the views before.
 WRITTEN = "a view of memory written in place"
@@ -46,6 +47,7 @@ class Value:
     param: str | None = None
     added: float = 0.0
     picked: int | None = None
+    floating: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,10 @@ def main_output(out: Any) -> Any:
         if isinstance(value, Tensor):
             return value
     while not isinstance(out, Tensor):
-        out = next(iter(out.values())) if isinstance(out, Mapping) else out[0]
+        items = list(out.values()) if isinstance(out, Mapping) else out
+        if not isinstance(items, list | tuple) or not items:
+            raise LayoutError(f"the model returns {type(out).__name__} where a tensor, or a tuple of them, is expected")
+        out = items[0]
     return out
 
 
@@ -198,13 +203,11 @@ class _Recorder(TorchDispatchMode):
     def _renumber(self, t: Tensor) -> int:
         number = len(self.trace.values)
         known = self.storages.get(t.untyped_storage()._cdata, Value((), (), 0))
+        offset = known.offset + int(t.storage_offset())  # a copy of a part starts where that part does
         self.trace.values[number] = replace(
-            known, shape=tuple(t.shape), stride=tuple(t.stride()), offset=int(t.storage_offset())
+            known, shape=tuple(t.shape), stride=tuple(t.stride()), offset=offset, floating=t.is_floating_point()
         )
         self.ids[id(t)] = number
-        constant = getattr(t, "constant", None)  # fake tensors made from a Python list hold it
-        if constant is not None:
-            self.trace.constants[number] = constant
         return number
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -220,7 +223,9 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             self._mutate(func, refs, krefs, args, kwargs, name)
         else:
-            self._follow_parameter(name, args, refs, made)
+            if not kwargs.get("alpha"):
+                self._follow_parameter(name, args, refs, made)
+            self._follow_constant(func, name, args, made)
             self._add(Node(func, refs, krefs, tuple(self.number(t) for t in made), self.modules[-1], name))
         return out
 
@@ -240,6 +245,8 @@ class _Recorder(TorchDispatchMode):
         views = [t for target in targets for t in self.seen[target.untyped_storage()._cdata]]
         views = [t for t in views if all(t is not target for target in targets)]
         stale = [Ref(self.ids[id(t)]) for t in views]
+        for target in targets:  # what is written is no copy of a parameter any more
+            self.storages.pop(target.untyped_storage()._cdata, None)
         new = tuple(self._renumber(t) for t in targets)
         plain = len(targets) == 1 and targets[0] is args[0]
         label = name.removesuffix("_") if plain else f"{name} (writes its arguments)"
@@ -255,11 +262,32 @@ class _Recorder(TorchDispatchMode):
             return
         source, target = args[0].untyped_storage()._cdata, made[0].untyped_storage()._cdata
         known = self.storages.get(source)
-        if known is None or source == target:
+        if known is None or source == target or not made[0].is_floating_point():
             return
+        known = replace(known, offset=known.offset + int(args[0].storage_offset()))
         if name in ("_to_copy", "clone", "detach", "alias") and made[0].stride() == args[0].stride():
             self.storages[target] = known
-        elif name == "add" and len(args) == 2 and isinstance(args[1], int | float):
+        elif (
+            name == "add"
+            and len(args) == 2
+            and isinstance(args[1], int | float)
+            and made[0].stride() == args[0].stride()
+        ):
             self.storages[target] = replace(known, added=known.added + float(args[1]))
-        elif name == "index" and len(args[1]) == 1 and args[0].is_contiguous() and args[0].ndim > 1:
+        elif name == "index" and len(args[1]) == 1 and args[0].ndim > 1 and self._is_whole(known, args[0]):
             self.storages[target] = replace(known, picked=refs[1][0].id)
+
+    def _is_whole(self, known: Value, t: Tensor) -> bool:
+        return known.picked is None and t.is_contiguous() and tuple(t.shape) == self.trace.params[known.param or ""]
+
+    def _follow_constant(self, func, name: str, args: tuple, made: list[Tensor]) -> None:
+        """A tensor that is made of a list in the code is known, and so are its copies."""
+        if len(made) != 1 or not args or not isinstance(args[0], Tensor) or made[0].numel() > _MAX_CONSTANT:
+            return
+        if name == "lift_fresh" and type(args[0]) is Tensor:  # the only real tensors under this mode
+            with _disable_current_modes():
+                self.trace.constants[self.number(made[0])] = args[0].clone()
+        elif name in ("_to_copy", "clone", "detach", "alias", "view") and self.number(args[0]) in self.trace.constants:
+            with _disable_current_modes():
+                value = self.trace.constants[self.number(args[0])].to(made[0].dtype).reshape(made[0].shape)
+            self.trace.constants[self.number(made[0])] = value
