@@ -1,7 +1,7 @@
 """Write docs/architectures.md: what is found for each architecture of the tests, how it is proved, how long it takes.
 
 python benchmarks/architectures.py > docs/architectures.md
-python benchmarks/architectures.py --sizes      real configs: operators traced, groups, seconds; nothing is downloaded
+python benchmarks/architectures.py --sizes      its last part alone: real configs; nothing is downloaded
 python benchmarks/architectures.py --all        every model type of transformers with a small config; takes minutes
 """
 
@@ -147,7 +147,10 @@ GENERAL = (
 
 
 def sizes():
-    print("| model | operators | trace, s | groups | with proofs, s |\n|---|---|---|---|---|")
+    print(
+        "\n## Real sizes\n\nConfigs of real models with all their layers; *total* is trace, search and proofs, in one "
+        "process with two threads.\n\n| model | operators | trace, s | groups | total, s |\n|---|---|---|---|---|"
+    )
     for name, (kind, settings) in SIZES.items():
         config = transformers.AutoConfig.for_model(kind, **settings)
         model = skeleton(config)
@@ -199,6 +202,7 @@ def main():
         everything()
     else:
         table()
+        sizes()
 
 
 if __name__ == "__main__":

@@ -86,14 +86,8 @@ def _load(cache: Path | None, digest: str, names: Sequence[str]) -> dict[str, Pr
         if record["key"] != digest or list(record["proofs"]) != list(names):
             return None
         return {name: _proof(values) for name, values in record["proofs"].items()}
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ):  # absent, damaged or of another version: prove again
-        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None  # absent, damaged, or of another version: prove again
 
 
 def _proof(values: Mapping[str, Any]) -> Proof:

@@ -1,4 +1,4 @@
 """How structure is found: trace a forward, push labels through it, read off symmetries, prove them.
 
-trace -> push (labels) -> symmetries -> structure (a graph of candidates) -> narrow, proof.
+trace -> starts, push (labels) -> symmetries -> structure (a graph of candidates) -> narrow, proof.
 """

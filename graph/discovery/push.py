@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .labels import UNSCALED, Classes, narrow
+from .starts import CONTRACTIONS, Start, is_grouped
 from .trace import WRITTEN, Node, Ref, Trace, Value
 
 _MOVES = {
@@ -36,22 +37,6 @@ _SAME_ROWS = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "clone"
 _CUT_OR_JOIN = {"slice", "split", "split_with_sizes", "chunk", "cat"}
 _ROUTES = {"index", "index_select", "gather"}
 _SHAPE_ONLY = {"new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like"}
-_CONTRACTIONS = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm"}
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A value whose channels a parameter makes, the label of the value, and the parameters with their own labels.
-
-    `experts`: the stack is chosen by token (grouped matmul), and its labels stand for those of one expert.
-    """
-
-    kind: str
-    node: int
-    value: int
-    label: Tensor
-    uses: tuple[tuple[int, Tensor], ...]
-    experts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +89,7 @@ class Push:
                 for user in self.trace.users.get(number, ()):
                     heapq.heappush(queue, user)
         for number in self.trace.returned & set(self.labels):
-            self._pin(self.labels[number], "it is the output of the model")
+            self.pin(self.labels[number], "it is the output of the model")
 
     def _apply(self, index: int, node: Node) -> dict[int, Tensor]:
         """Labels of the node's outputs; pins what it cannot pass."""
@@ -117,7 +102,7 @@ class Push:
             start, first = self.starts[index]
             used = [self._use(self.producers, number, label * 2 + first, index) for number, label in start.uses]
             if not all(used):
-                self._pin(start.label * 2 + first, f"not a plain view of a parameter: {node.name} in {node.module}")
+                self.pin(start.label * 2 + first, f"not a plain view of a parameter: {node.name} in {node.module}")
             return {start.value: start.label * 2 + first}
         return made
 
@@ -149,7 +134,7 @@ class Push:
             return self._scale(node, live)
         if name in ("add", "sub"):
             return self._add(index, node, live)
-        if name in _CONTRACTIONS:
+        if name in CONTRACTIONS:
             return self._contract(index, node, live)
         if name in ("sum", "mean") and first in live:
             return self._reduce(node, live)
@@ -317,70 +302,13 @@ class Push:
 
     def _reject(self, live: Mapping[int, Tensor], node: Node, why: str = "") -> dict[int, Tensor]:
         for label in live.values():
-            self._pin(label, f"{why}{node.name} in {node.module or 'the model'}")
+            self.pin(label, f"{why}{node.name} in {node.module or 'the model'}")
         return {}
 
-    def _pin(self, label: Tensor, reason: str) -> None:
+    def pin(self, label: Tensor, reason: str) -> None:
         count = self.classes.pin(label)
         if count:
             self.reasons[reason] = self.reasons.get(reason, 0) + count
-
-
-def starts_of(trace: Trace) -> list[Start]:
-    """Every place where a parameter makes channels: norm weights, biases aside, rows of linears, embeddings."""
-    return [start for index, node in enumerate(trace.nodes) if (start := _start(trace, index, node)) is not None]
-
-
-def _start(trace: Trace, index: int, node: Node) -> Start | None:
-    def parameter(x: object) -> Value | None:
-        value = trace.values[x.id] if isinstance(x, Ref) else None
-        return value if value is not None and value.param is not None and value.picked is None else None
-
-    args, out = node.args, node.outputs[0]
-    if node.name == "mul" and len(args) == 2:
-        sides = [(a, b) for a, b in (args, args[::-1]) if parameter(a) and isinstance(b, Ref) and not parameter(b)]
-        value = parameter(sides[0][0]) if sides else None
-        if value is None or torch.Size(value.shape).numel() < 2:
-            return None
-        label = torch.arange(torch.Size(value.shape).numel()).reshape(value.shape)
-        wide = label.reshape((1,) * (len(trace.values[out].shape) - label.ndim) + value.shape)
-        return Start("norm", index, out, wide, ((sides[0][0].id, label),))
-    if node.name in ("native_layer_norm", "_fused_rms_norm", "rms_norm") and parameter(args[2]):
-        if any(a is not None and not parameter(a) for a in args[3:4] if not isinstance(a, float)):
-            return None  # what is added is computed, and is not scaled
-        uses = [(a.id, torch.arange(_width(trace, a.id))) for a in args[2:4] if parameter(a)]
-        label = torch.arange(_width(trace, out)).reshape((1,) * (len(trace.values[out].shape) - 1) + (-1,))
-        return Start("norm", index, out, label, tuple(uses))
-    if node.name == "embedding" and parameter(args[0]):
-        label = torch.arange(_width(trace, out)).reshape((1,) * (len(trace.values[out].shape) - 1) + (-1,))
-        return Start("embed", index, out, label, ((args[0].id, label.reshape(1, -1)),))
-    if node.name in _CONTRACTIONS:
-        return _linear_start(trace, index, node, parameter)
-    return None
-
-
-def _linear_start(trace: Trace, index: int, node: Node, parameter) -> Start | None:
-    biased = node.name in ("addmm", "baddbmm")
-    x, w = node.args[1:3] if biased else node.args[:2]
-    value = parameter(w)
-    if value is None or parameter(x) or (biased and parameter(node.args[0]) is None):
-        return None
-    width = value.shape[-1]
-    label = torch.arange(width).reshape(1, width)
-    if node.name == "_grouped_mm" and not is_grouped(trace, node) and len(trace.values[x.id].shape) != 3:
-        return None
-    if is_grouped(trace, node):
-        return Start("linear", index, node.outputs[0], label, ((w.id, label[None]),), experts=node.args[2].id)
-    if len(value.shape) == 3:
-        stacked = value.stride[0] != 0
-        label = torch.arange(width * (value.shape[0] if stacked else 1)).reshape(-1, 1, width)
-    uses = [(w.id, label)]
-    if biased:
-        rank = len(trace.values[node.args[0].id].shape)
-        if label.shape[label.ndim - rank :].numel() != label.numel():
-            return None  # one bias for a whole stack
-        uses.append((node.args[0].id, label.reshape(label.shape[label.ndim - rank :])))
-    return Start("linear", index, node.outputs[0], label, tuple(uses))
 
 
 def _place(value: Value, base: tuple[int, ...] | None, label: Tensor) -> tuple[int, int | None, int, Tensor] | None:
@@ -422,24 +350,9 @@ def _place(value: Value, base: tuple[int, ...] | None, label: Tensor) -> tuple[i
     return dim, stack, start, own.expand((*own.shape[:-1], size))
 
 
-def is_grouped(trace: Trace, node: Node) -> bool:
-    """True for the matmul of rows with the matrix of the expert that each was sorted to."""
-    return (
-        node.name == "_grouped_mm"
-        and len(node.args) > 2
-        and isinstance(node.args[2], Ref)
-        and len(trace.values[node.args[0].id].shape) == 2
-        and len(trace.values[node.args[1].id].shape) == 3
-    )
-
-
 def _first(node: Node, position: int = 0) -> int:
     arg = node.args[position] if len(node.args) > position else None
     return arg.id if isinstance(arg, Ref) else -1
-
-
-def _width(trace: Trace, number: int) -> int:
-    return trace.values[number].shape[-1]
 
 
 def _is_zero(rest: tuple) -> bool:

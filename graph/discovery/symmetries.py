@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..types import Axis, Rejection
-from .push import Push, Start, Use, is_grouped, starts_of
+from .push import Push, Use
+from .starts import Start, is_grouped, starts_of
 from .trace import Trace
 
 
@@ -91,15 +92,15 @@ def _settle(push: Push, users: Mapping[str, set[int]]) -> None:
         for b in uses:
             if a is not b and (a.param, a.dim, a.stack) == (b.param, b.dim, b.stack):
                 if (a.reads is None) != (b.reads is None) or a.offset != b.offset:
-                    push._pin(torch.cat((a.label.reshape(-1), b.label.reshape(-1))), f"{a.param} is used in two ways")
+                    push.pin(torch.cat((a.label.reshape(-1), b.label.reshape(-1))), f"{a.param} is used in two ways")
                 elif (a.start, a.label.shape) == (b.start, b.label.shape):
                     push.classes.merge(a.label, b.label)
                 elif a.start < b.start + b.label.shape[-1] and b.start < a.start + a.label.shape[-1]:
-                    push._pin(torch.cat((a.label.reshape(-1), b.label.reshape(-1))), f"{a.param} is used in two ways")
+                    push.pin(torch.cat((a.label.reshape(-1), b.label.reshape(-1))), f"{a.param} is used in two ways")
     for use in uses:
         ours = {u.node for u in uses if (u.param, u.dim, u.stack) == (use.param, use.dim, use.stack)}
         if push.classes.is_free(use.label) and not users[use.param] <= ours:
-            push._pin(use.label, f"{use.param} is used elsewhere too")
+            push.pin(use.label, f"{use.param} is used elsewhere too")
 
 
 def _axes(push: Push, paired: bool):

@@ -1,5 +1,6 @@
 """Symmetries that are found, against those written down from each model's code; and that applying all keeps the function."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,13 @@ from regauge.graph.discovery.trace import main_output
 from regauge.graph.skeleton import example_inputs, new_model
 from regauge.transforms import Rescale
 
+graph_of = functools.cache(lambda name: rg.build_graph(ARCHITECTURES[name].config))
 each = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
-def expected(architecture):
+def expected(architecture, graph):
     """(kind, name) -> names of consumers, all in full."""
     groups = {key: set(names) for key, names in architecture.outside.items()}
-    graph = rg.build_graph(architecture.config)
     for prefix, layers in architecture.blocks.items():
         own = [block for block in graph.blocks if block.rpartition(".")[0] == prefix]
         assert own, f"no blocks {prefix}"
@@ -30,15 +31,14 @@ def expected(architecture):
 
 @each
 def test_groups_are_those_of_the_code(name):
-    architecture = ARCHITECTURES[name]
-    graph = rg.build_graph(architecture.config)
+    graph = graph_of(name)
     assert graph.untraced is None
-    assert {(s.kind, s.name): set(s.linears) for s in graph.symmetries} == expected(architecture)
+    assert {(s.kind, s.name): set(s.linears) for s in graph.symmetries} == expected(ARCHITECTURES[name], graph)
 
 
 @each
 def test_every_group_is_proved_with_a_control(name):
-    graph = rg.build_graph(ARCHITECTURES[name].config)
+    graph = graph_of(name)
     assert set(graph.proofs) == {s.name for s in graph.symmetries}
     for symmetry, proof in graph.proofs.items():
         assert proof.change < 1e-13, (symmetry, proof)
@@ -84,7 +84,7 @@ def rescaled(graph, params):
 
 @pytest.mark.parametrize("name", [n for n, a in ARCHITECTURES.items() if any(a.blocks.values()) or a.outside])
 def test_all_groups_at_once_keep_the_function_and_half_of_each_does_not(name, instance):
-    graph = rg.build_graph(ARCHITECTURES[name].config)
+    graph = graph_of(name)
     params, forward = instance(name)
     reference = forward(params)
     out = rescaled(graph, params)

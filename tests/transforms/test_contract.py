@@ -39,6 +39,11 @@ def observed_kinds(tiny):
     return tuple({s.kind: 0 for s in tiny.graph.symmetries if s.site not in (None, "lm_head")})
 
 
+def linear_kinds(model):
+    """Kinds between linears that the model has."""
+    return tuple({s.kind: 0 for s in model.graph.symmetries if s.kind in ("v_o", "up_down", "q_k")})
+
+
 def encoded(tiny, quantize, *then):
     """The quantizer, then transforms that need to know what it did."""
     schemes = rg.plan(quantize, tiny.params, tiny.graph).schemes
@@ -53,7 +58,7 @@ TRANSFORMS = {
     "log": lambda t: LogEqualize(),
     "log_all": lambda t: LogEqualize(statistic="range", kinds=observed_kinds(t)),
     "rescale": rescale,
-    "cross_layer": lambda t: CrossLayerEqualize(kinds=("v_o", "up_down", "q_k")),
+    "cross_layer": lambda t: CrossLayerEqualize(kinds=linear_kinds(t)),
     "w8a8": lambda t: Quantize(scheme="W8A8", ignore=HEAD),
     "w8a16": lambda t: Quantize(scheme="W8A16", ignore=HEAD),
     "w4a16": lambda t: Quantize(scheme="W4A16", group_size=16, ignore=HEAD),
