@@ -4,10 +4,13 @@ from . import transforms as transforms
 from .graph import Graph as Graph
 from .graph import LayoutError as LayoutError
 from .graph import PlanError as PlanError
+from .graph.adapters import Fsdp as Fsdp
 from .graph.adapters import Memory as Memory
 from .graph.adapters import Shards as Shards
 from .graph.adapters import ShardWriter as ShardWriter
+from .graph.adapters import apply_sharded as apply_sharded
 from .graph.adapters import execute as execute
+from .graph.adapters import observe_sharded as observe_sharded
 from .graph.build import build_graph as build_graph
 from .graph.observe import Batch as Batch
 from .graph.observe import observe as observe

@@ -45,17 +45,10 @@ def observe(
     Raises `PlanError` for a key without a site and `LayoutError` when an activation is not finite, when a site sees no
     token, or when there is no batch.
     """
-    by_site: dict[str, dict[str, Kind]] = {}
-    for key in keys:
-        kind, site = split_key(key)
-        if site not in graph.sites:
-            raise PlanError(f"statistic {key!r}: the graph has no site {site!r}")
-        if graph.sites[site].module is None:
-            raise PlanError(f"statistic {key!r}: this activation lies inside a module's forward and cannot be observed")
-        by_site.setdefault(site, {})[key] = kind
+    by_site = kinds_by_site(keys, graph)
     if not by_site:
         return {}
-    taps = _Taps(by_site, graph)
+    taps = Taps(by_site, graph)
     handles = [
         model.get_submodule(graph.sites[site].module or site).register_forward_pre_hook(taps.hook(site))
         for site in by_site
@@ -80,6 +73,19 @@ def observe(
     return taps.result()
 
 
+def kinds_by_site(keys: Iterable[str], graph: Graph) -> dict[str, dict[str, Kind]]:
+    """Site -> key -> kind. Raises `PlanError` for a site that the graph does not have or that cannot be observed."""
+    by_site: dict[str, dict[str, Kind]] = {}
+    for key in keys:
+        kind, site = split_key(key)
+        if site not in graph.sites:
+            raise PlanError(f"statistic {key!r}: the graph has no site {site!r}")
+        if graph.sites[site].module is None:
+            raise PlanError(f"statistic {key!r}: this activation lies inside a module's forward and cannot be observed")
+        by_site.setdefault(site, {})[key] = kind
+    return by_site
+
+
 def _body(model: nn.Module, sites: Iterable[str]) -> nn.Module:
     """The model without its head, unless a site lies in the head."""
     prefix = getattr(model, "base_model_prefix", "")
@@ -87,11 +93,16 @@ def _body(model: nn.Module, sites: Iterable[str]) -> nn.Module:
     return body if all(site.startswith(f"{prefix}.") for site in sites) else model
 
 
-class _Taps:
-    """The states of all statistics, and where in the current forward we are."""
+class Taps:
+    """The states of all statistics, and where in the current forward we are.
 
-    def __init__(self, by_site: Mapping[str, Mapping[str, Kind]], graph: Graph):
+    `whole`: let every forward run to its end, as sharded models must. `paused`: count nothing.
+    """
+
+    def __init__(self, by_site: Mapping[str, Mapping[str, Kind]], graph: Graph, whole: bool = False):
         self.by_site = by_site
+        self.whole = whole
+        self.paused = False
         self.states = {
             key: kind.init(graph.sites[site].width) for site, kinds in by_site.items() for key, kind in kinds.items()
         }
@@ -116,12 +127,13 @@ class _Taps:
     def finish(self) -> None:
         self.batches += 1
         # stop early from the second batch on, if the first saw every site exactly once; with routed experts it may not
-        if self.batches == 1 and sorted(self.seen) == sorted(self.by_site):
+        if not self.whole and self.batches == 1 and sorted(self.seen) == sorted(self.by_site):
             self.last = self.seen[-1]
 
     def hook(self, site: str) -> Callable:
         def tap(_module: nn.Module, args: tuple) -> None:
-            self._update(site, args[0])
+            if not self.paused:
+                self._update(site, args[0])
             if site == self.last:
                 raise _Done
 

@@ -1,0 +1,234 @@
+"""Models sharded by FSDP1 and FSDP2, on two and three processes on the CPU: the same numbers as on one."""
+
+import os
+import socket
+
+import pytest
+import regauge as rg
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from regauge import LayoutError
+from regauge.graph.adapters import Fsdp, apply_sharded, observe_sharded
+from regauge.transforms import CrossLayerEqualize, LogEqualize, Quantize, SmoothQuant, chain
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig
+
+# odd sizes, so that shards cut rows and ranks hold unlike parts
+_ODD = {
+    "hidden_size": 30,
+    "intermediate_size": 47,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "vocab_size": 97,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**_ODD),
+    "tied": LlamaConfig(**_ODD, tie_word_embeddings=True),
+    "opt": OPTConfig(
+        hidden_size=30, ffn_dim=47, num_hidden_layers=2, num_attention_heads=3, word_embed_proj_dim=30, vocab_size=97
+    ),
+    # the grouped matmul, with which it is traced, wants multiples of eight
+    "mixtral": MixtralConfig(**{**_ODD, "hidden_size": 24, "intermediate_size": 40}, num_local_experts=3),
+}
+WRAPS = ("fsdp1", "fsdp1_orig", "fsdp1_nested", "fsdp2", "fsdp2_kept", "fsdp2_partly")
+TOKENS = torch.arange(1, 49).reshape(6, 8)
+
+
+def make(kind, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]).to(dtype).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.rand_like(p) * 0.1)
+    return model
+
+
+def wrap(model, how):
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    if how.startswith("fsdp1"):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        policy = (
+            ModuleWrapPolicy({type(layers[0])})
+            if how != "fsdp1_nested"
+            else ModuleWrapPolicy({type(layers[0]), torch.nn.Linear})
+        )
+        return FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), use_orig_params=how == "fsdp1_orig",
+            auto_wrap_policy=policy if how != "fsdp1_nested" or not tied(model) else ModuleWrapPolicy({type(layers[0])}),
+        )  # fmt: skip
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    ignored = {next(layers[0].parameters())} if how == "fsdp2_partly" else None
+    fully_shard(model, mesh=mesh, reshard_after_forward=how != "fsdp2_kept", ignored_params=ignored)
+    return model
+
+
+def tied(model):
+    return model.config.tie_word_embeddings
+
+
+def batches(rows):
+    return [
+        rg.Batch(input_ids=TOKENS[r : r + 1], attention_mask=torch.ones(1, 8), index=torch.tensor([r])) for r in rows
+    ]
+
+
+def _run(rank, world, port, work, args):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        work(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(world, work, *args):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.start_processes(_run, (world, port, work, args), nprocs=world, start_method="fork")
+
+
+def own(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def gathered(store, names):
+    with store.read(names) as params:
+        return {name: p.clone() for name, p in params.items()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+def check_store(kind):
+    for how in WRAPS:
+        model = make(kind)
+        whole, names = own(model), list(own(model))
+        wrapped = wrap(model, how)
+        store = Fsdp(wrapped)
+        assert {n: (p.shape, p.dtype) for n, p in store.specs().items()} == {
+            n: (p.shape, p.dtype) for n, p in whole.items()
+        }, how
+        assert (store.aliases != {}) == tied(model), how
+        assert equal(gathered(store, names), whole), how
+        with torch.no_grad():
+            wrapped(input_ids=TOKENS)  # which leaves the outermost unit whole
+        store.write({name: p * 2 for name, p in whole.items()})
+        assert equal(gathered(store, names), {name: p * 2 for name, p in whole.items()}), how
+        twice = make(kind)
+        with torch.no_grad():
+            for p in twice.parameters():
+                p.mul_(2)
+            assert torch.allclose(wrapped(input_ids=TOKENS).logits, twice(input_ids=TOKENS).logits, atol=1e-5), how
+        store.close()
+
+
+def check_transforms(kind):
+    graph = rg.build_graph(CONFIGS[kind])
+    fake = Quantize(scheme={"weights": {"num_bits": 4, "strategy": "channel"}}, ignore=("lm_head",), form="fake")
+    kinds = tuple(
+        {s.kind: 0 for s in graph.symmetries if s.site not in (None, "lm_head")}
+        if kind != "mixtral"
+        else ["norm", "v_o"]
+    )
+    for transform in (chain(SmoothQuant(kinds=kinds), fake), LogEqualize(), CrossLayerEqualize()):
+        model = make(kind, torch.bfloat16)
+        planned = rg.plan(transform, own(model), graph)
+        stats = rg.observe(model, batches(range(6)), planned.needs, graph)
+        whole = rg.apply(planned, own(model), stats)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for how in WRAPS:
+            wrapped = wrap(make(kind, torch.bfloat16), how)
+            seen = observe_sharded(wrapped, batches(range(rank, 6, world)), planned.needs, graph)
+            assert equal(seen, stats), how
+            apply_sharded(transform, wrapped, seen, graph=graph)
+            store = Fsdp(wrapped)
+            assert equal(gathered(store, list(whole)), whole), how
+            store.close()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_whole_tensors_go_in_and_out(kind, world):
+    on_ranks(world, check_store, kind)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_transforms_give_the_same_bytes_as_on_one_process(kind):
+    on_ranks(2, check_transforms, kind)
+
+
+def check_uneven(split):
+    graph = rg.build_graph(CONFIGS["llama"])
+    keys = [f"{kind}:{site}" for site in graph.sites for kind in ("absmax", "range", "sample", "meanabs", "gram")]
+    model = make("llama")
+    alone = rg.observe(model, batches(range(6)), keys, graph)
+    rank = dist.get_rank()
+    for how in ("fsdp1", "fsdp2"):
+        first = observe_sharded(wrap(make("llama"), how), batches(split[rank]), keys, graph)
+        again = observe_sharded(wrap(make("llama"), how), batches(split[rank]), keys, graph)
+        assert equal(first, again), how
+        for key, state in first.items():
+            exact = key.split(":")[0] in ("absmax", "range", "sample")
+            assert torch.equal(state, alone[key]) if exact else torch.allclose(state, alone[key], rtol=1e-5), (how, key)
+        others = [None] * dist.get_world_size()
+        dist.all_gather_object(others, {key: state.sum().item() for key, state in first.items()})
+        assert all(other == others[0] for other in others)
+
+
+@pytest.mark.parametrize("split", [([0, 1, 2], [3, 4, 5]), ([0, 1, 2, 3, 4], [5]), ([0, 1, 2, 3, 4, 5], [])])
+def test_ranks_may_have_unlike_numbers_of_samples(split):
+    on_ranks(2, check_uneven, split)
+
+
+def refused(action, words):
+    with pytest.raises((LayoutError, rg.PlanError)) as caught:
+        action()
+    assert words in str(caught.value), str(caught.value)
+
+
+def check_misuse():
+    graph = rg.build_graph(CONFIGS["llama"])
+    stats = {f"absmax:{s}": torch.rand(x.width) + 0.5 for s, x in graph.sites.items()}
+    torch.manual_seed(1)
+    same = {key: torch.rand_like(state) + 0.5 for key, state in stats.items()}
+    for how in ("fsdp1", "fsdp1_orig", "fsdp2", "fsdp2_kept"):
+        model = wrap(make("llama"), how)
+        store = Fsdp(model, limit=10_000)
+        before = gathered(store, ["model.norm.weight"])
+        refused(lambda store=store: gathered(store, list(store.specs())), "more than the limit of 10,000")
+        refused(lambda store=store: gathered(store, ["nothing"]), "no tensor nothing")
+        refused(lambda store=store: store.write({"model.norm.weight": torch.ones(3)}), "the sharded model holds")
+        with store.read(["model.norm.weight"]) as params:
+            kept = params
+        assert kept == {}  # a gathered tensor does not outlive its context
+        loss = model(input_ids=TOKENS).logits.float().sum()
+        refused(lambda store=store, old=before: store.write(old), "whose backward is still to come")
+        loss.backward()
+        store.write(before)
+        store.close()
+        quantize = Quantize(ignore=("lm_head",))
+        refused(lambda model=model, t=quantize: apply_sharded(t, model, graph=graph), "cannot be done in place")
+        mine = {k: v + dist.get_rank() for k, v in same.items()}
+        refused(
+            lambda model=model, s=mine: apply_sharded(SmoothQuant(), model, s, graph=graph), "hold other statistics"
+        )
+        other = [SmoothQuant(), LogEqualize()][dist.get_rank()]
+        refused(lambda model=model, t=other: apply_sharded(t, model, same, graph=graph), "planned other steps")
+        store = Fsdp(model)
+        assert equal(gathered(store, list(before)), before)
+        store.close()
+    refused(lambda: Fsdp(make("llama")), "is not sharded by FSDP")
+
+
+def test_misuse_is_refused_on_every_rank_and_leaves_the_model_as_it_was():
+    on_ranks(2, check_misuse)
