@@ -7,6 +7,7 @@ python benchmarks/architectures.py --all        every model type of transformers
 
 import argparse
 import logging
+import signal
 import sys
 import time
 import warnings
@@ -161,18 +162,30 @@ def sizes():
         print(f"| {name} | {len(trace.nodes):,} | {traced:.1f} | {len(graph.symmetries)} | {seconds:.1f} |", flush=True)
 
 
+LIMIT = 60
+
+
+def _too_long(*_):
+    raise TimeoutError
+
+
 def everything():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     autos = ("CausalLM", "MaskedLM", "Seq2SeqLM", "ImageClassification")
     mappings = [getattr(transformers, f"AutoModelFor{name}")._model_mapping for name in autos]
     outcomes: Counter = Counter()
+    signal.signal(signal.SIGALRM, _too_long)
     for kind, cls in CONFIG_MAPPING.items():
         if not any(cls in mapping for mapping in mappings):
             continue
+        signal.alarm(LIMIT)
         try:
             config = transformers.AutoConfig.for_model(kind, **SMALL)
             graph, seconds = timed_graph(config)
+            signal.alarm(0)
+        except TimeoutError:
+            outcome, detail = f"over {LIMIT} s", "its config has sizes that SMALL does not set"
         except Exception as error:  # a config or model that refuses these sizes, or wants another package
             outcome = "not built at these sizes"
             detail = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"

@@ -7,6 +7,7 @@ from .execute import require_finite as require_finite
 from .fsdp import Fsdp as Fsdp
 from .memory import Memory as Memory
 from .sharded import apply_sharded as apply_sharded
+from .sharded import execute_sharded as execute_sharded
 from .sharded import observe_sharded as observe_sharded
 from .shards import Shards as Shards
 from .shards import ShardWriter as ShardWriter

@@ -40,7 +40,7 @@ def execute(
             following = cells[index + 1] if index + 1 < len(cells) else None
             pending = ahead.submit(_fetch, source, following) if following is not None else None
             size = sum(p.nbytes for p in params.values())
-            _run_cell(cell, params, known, on_step)
+            run_cell(cell, params, known, on_step)
             if writing is not None:
                 writing.result()
             writing = behind.submit(sink.write, {name: params[name] for name in cell.writes})
@@ -57,7 +57,8 @@ def _fetch(source: Source, cell: Cell) -> dict[str, Tensor]:
         return dict(params)
 
 
-def _run_cell(cell: Cell, params: dict[str, Tensor], stats: dict[str, Tensor], on_step) -> None:
+def run_cell(cell: Cell, params: dict[str, Tensor], stats: dict[str, Tensor], on_step) -> None:
+    """Run the steps of a cell on dicts that the caller owns. Raises `LayoutError` for numbers that are not finite."""
     read = dict(params) if cell.steps else {}
     with torch.no_grad():
         for step in cell.steps:

@@ -107,12 +107,21 @@ class ShardWriter:
       folder: an existing folder.
       specs: the tensors to come, in the order in which they are laid out.
       max_shard_size: bytes of tensors in one file, unless a single tensor is larger.
+      join: write into files that another process has laid out from the same specs, which is checked.
 
     `close` writes the index (when there is more than one file) and raises `LayoutError` if a tensor was never written.
     """
 
-    def __init__(self, folder: str | Path, specs: Mapping[str, Tensor], max_shard_size: int = 5_000_000_000):
+    def __init__(
+        self,
+        folder: str | Path,
+        specs: Mapping[str, Tensor],
+        max_shard_size: int = 5_000_000_000,
+        *,
+        join: bool = False,
+    ):
         self.folder = Path(folder)
+        self.joined = join
         groups = _group(specs, max_shard_size)
         many = len(groups) > 1
         self._entries: dict[str, _Entry] = {}
@@ -136,18 +145,40 @@ class ShardWriter:
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._files[path] = handle
-        os.write(handle, len(text).to_bytes(8, "little") + text)
-        base = 8 + len(text)
-        try:
-            os.posix_fallocate(handle, 0, base + offset)  # a full disk is found before the work, not after it
-        except OSError as error:
-            self.abort()
-            raise LayoutError(f"{path}: no room for {base + offset:,} bytes: {error.strerror}") from error
+        head = len(text).to_bytes(8, "little") + text
+        base = len(head)
+        if self.joined:
+            self._join(path, head, base + offset)
+        else:
+            self._create(path, head, base + offset)
         for name, (start, stop) in spans.items():
             entry = _Entry(path, specs[name].dtype, tuple(specs[name].shape), base + start, base + stop)
             self._entries[name] = entry
+
+    def _create(self, path: Path, head: bytes, size: int) -> None:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        except OSError as error:
+            self.abort()
+            raise LayoutError(f"{path}: cannot be written: {error.strerror}") from error
+        self._files[path] = handle
+        os.write(handle, head)
+        try:
+            os.posix_fallocate(handle, 0, size)  # a full disk is found before the work, not after it
+        except OSError as error:
+            self.abort()
+            raise LayoutError(f"{path}: no room for {size:,} bytes: {error.strerror}") from error
+
+    def _join(self, path: Path, head: bytes, size: int) -> None:
+        try:
+            handle = os.open(path, os.O_RDWR)
+        except OSError as error:
+            self.abort()
+            raise LayoutError(f"{path}: cannot be joined: {error.strerror}; all processes need one folder") from error
+        self._files[path] = handle
+        if os.fstat(handle).st_size != size or os.pread(handle, len(head), 0) != head:
+            self.abort()
+            raise LayoutError(f"{path}: laid out for other tensors than this process planned")
 
     def write(self, params: Mapping[str, Tensor]) -> None:
         for name, p in params.items():
@@ -159,14 +190,15 @@ class ShardWriter:
                 _write_from(self._files[entry.file], data, entry.start)
             self._pending.discard(name)
 
-    def close(self) -> None:
-        """Make the files durable and write the index."""
-        if self._pending:
-            raise LayoutError(f"{self.folder}: {len(self._pending)} tensors were never written: {min(self._pending)}")
+    def close(self, mine: Iterable[str] | None = None) -> None:
+        """Make the files durable and write the index. `mine`: what this process was to write; None means all."""
+        pending = self._pending if mine is None else self._pending & set(mine)
+        if pending:
+            raise LayoutError(f"{self.folder}: {len(pending)} tensors were never written: {min(pending)}")
         for handle in self._files.values():
             os.fsync(handle)
         self.abort()
-        if len({entry.file for entry in self._entries.values()}) > 1:
+        if not self.joined and len({entry.file for entry in self._entries.values()}) > 1:
             weight_map = {name: entry.file.name for name, entry in sorted(self._entries.items())}
             total = sum(entry.stop - entry.start for entry in self._entries.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}

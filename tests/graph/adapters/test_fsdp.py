@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from regauge import LayoutError
-from regauge.graph.adapters import Fsdp, apply_sharded, observe_sharded
+from regauge.graph.adapters import Fsdp, apply_sharded, execute_sharded, observe_sharded
 from regauge.transforms import CrossLayerEqualize, LogEqualize, Quantize, SmoothQuant, chain
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig
 
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # with one process
 # odd sizes, so that shards cut rows and ranks hold unlike parts
 _ODD = {
     "hidden_size": 30,
@@ -232,3 +233,72 @@ def check_misuse():
 
 def test_misuse_is_refused_on_every_rank_and_leaves_the_model_as_it_was():
     on_ranks(2, check_misuse)
+
+
+def bytes_of(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def recipes(graph):
+    yield chain(SmoothQuant(), Quantize(ignore=("lm_head",)))
+    yield chain(
+        LogEqualize(), Quantize(scheme={"weights": {"num_bits": 8, "strategy": "channel"}}, ignore=("lm_head",))
+    )
+    yield CrossLayerEqualize()
+
+
+def check_folders(kind, folder, world_files):
+    graph, rank = rg.build_graph(CONFIGS[kind]), dist.get_rank()
+    model = make(kind, torch.bfloat16)
+    stats = {f"absmax:{s}": torch.linspace(0.5, 9, x.width) for s, x in graph.sites.items()}
+    for number, transform in enumerate(recipes(graph)):
+        planned = rg.plan(transform, own(model), graph)
+        for how in ("shards", "fsdp1", "fsdp1_orig", "fsdp2"):
+            target = folder / f"{number}-{how}"
+            if rank == 0:
+                target.mkdir()
+            source = rg.Shards(world_files) if how == "shards" else Fsdp(wrap(make(kind, torch.bfloat16), how))
+            execute_sharded(planned, source, target, stats, max_shard_size=9000)
+        if rank == 0:
+            alone = folder / f"{number}-alone"
+            alone.mkdir()
+            writer = rg.ShardWriter(alone, planned.target, 9000)
+            rg.execute(planned, rg.Memory(own(model)), writer, stats)
+            writer.close()
+            expected = bytes_of(alone)
+            assert len(expected) > 3
+            for how in ("shards", "fsdp1", "fsdp1_orig", "fsdp2"):
+                assert bytes_of(folder / f"{number}-{how}") == expected, (number, how)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_folders_have_the_same_bytes_whatever_held_the_model(tmp_path, kind, world):
+    (tmp_path / "in").mkdir()
+    model = make(kind, torch.bfloat16)
+    writer = rg.ShardWriter(tmp_path / "in", own(model), 5000)
+    writer.write(own(model))
+    writer.close()
+    on_ranks(world, check_folders, kind, tmp_path, tmp_path / "in")
+
+
+def check_failure(folder):
+    graph = rg.build_graph(CONFIGS["llama"])
+    for how in ("fsdp1", "fsdp2"):
+        model = make("llama", torch.bfloat16)
+        planned = rg.plan(Quantize(ignore=("lm_head",)), own(model), graph)
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+        if dist.get_rank() == 0:
+            (folder / how).mkdir()
+        refused(
+            lambda m=model, h=how, p=planned: execute_sharded(p, Fsdp(wrap(m, h)), folder / h), "up_proj.weight: 1 of"
+        )
+    refused(
+        lambda: execute_sharded(planned, rg.Memory(own(make("llama", torch.bfloat16))), folder / "none"), "No such file"
+    )
+
+
+def test_a_fault_on_one_rank_stops_all_of_them(tmp_path):
+    on_ranks(2, check_failure, tmp_path)
