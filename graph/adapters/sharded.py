@@ -45,7 +45,9 @@ def apply_sharded(
     """
     store = Fsdp(model)
     try:
-        planned = plan(transform, store.specs(), graph if graph is not None else build_graph(_config(model)))
+        graph = graph if graph is not None else build_graph(_config(model))
+        _keeps_ties(store, graph)
+        planned = plan(transform, store.specs(), graph)
         _keeps_layout(planned)
         known = dict(stats or {})
         check_inputs(planned, store.specs(), known)
@@ -79,6 +81,15 @@ def _config(model: nn.Module) -> Any:
     if config is None:
         raise LayoutError(f"{type(model).__name__} has no config; give its graph, from build_graph(config)")
     return config
+
+
+def _keeps_ties(store: Fsdp, graph: Graph) -> None:
+    apart = [alias for alias in graph.ties if alias in store.specs()]
+    if apart:
+        raise LayoutError(
+            f"{apart[0]} is tied to {graph.ties[apart[0]]}, but the sharded model holds it apart: the two were wrapped "
+            "in different units, which unties them; wrap them in one"
+        )
 
 
 def _keeps_layout(planned: Plan) -> None:

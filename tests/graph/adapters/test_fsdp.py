@@ -229,6 +229,16 @@ def check_misuse():
         assert equal(gathered(store, list(before)), before)
         store.close()
     refused(lambda: Fsdp(make("llama")), "is not sharded by FSDP")
+    refused(lambda: apply_sharded(CrossLayerEqualize(), untied()), "which unties them; wrap them in one")
+
+
+def untied():
+    """A tied pair in units of their own, which FSDP1 allows."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    units = ModuleWrapPolicy({torch.nn.Linear, torch.nn.Embedding})
+    return FullyShardedDataParallel(make("tied"), device_id=torch.device("cpu"), auto_wrap_policy=units)
 
 
 def test_misuse_is_refused_on_every_rank_and_leaves_the_model_as_it_was():
