@@ -176,7 +176,11 @@ def _entries_of(model: nn.Module, aliases: dict[str, str]) -> dict[str, _Entry]:
             continue
         first[id(p)] = name
         entries[name] = _sharded_entry(model, raw, p)
-    return {**flat, **entries}
+    found = {**flat, **entries}
+    # in the order of the model's modules, whatever the units are: files are laid out in this order
+    place = {canonical(f"{name}."): index for index, (name, _) in enumerate(model.named_modules())}
+    order = sorted(found, key=lambda name: place[name.rpartition(".")[0] + "."])
+    return {name: found[name] for name in order}
 
 
 def _settle(model: nn.Module) -> None:

@@ -119,6 +119,7 @@ def check_store(kind):
         assert {n: (p.shape, p.dtype) for n, p in store.specs().items()} == {
             n: (p.shape, p.dtype) for n, p in whole.items()
         }, how
+        assert list(store.specs()) == names, how  # files are laid out in this order
         assert (store.aliases != {}) == tied(model), how
         assert equal(gathered(store, names), whole), how
         with torch.no_grad():
