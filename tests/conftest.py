@@ -6,6 +6,7 @@ import pytest
 import regauge as rg
 import torch
 from hypothesis import settings
+from shapes import SHAPE
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -23,17 +24,6 @@ settings.register_profile("regauge", deadline=None, derandomize=True)
 settings.load_profile("regauge")
 
 TOKENS = torch.arange(2, 26).reshape(2, 12)
-_SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
 _OPT = {
     "hidden_size": 32,
     "ffn_dim": 48,
@@ -46,13 +36,13 @@ _OPT = {
     "pad_token_id": 0,
 }
 CONFIGS = {
-    "llama": LlamaConfig(**_SHAPE),
-    "tied_llama": LlamaConfig(**_SHAPE, tie_word_embeddings=True),
-    "biased_llama": LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4}, attention_bias=True, mlp_bias=True),
-    "mistral": MistralConfig(**_SHAPE),
-    "qwen2": Qwen2Config(**_SHAPE),
-    "qwen3": Qwen3Config(**_SHAPE, head_dim=8),
-    "gemma": GemmaConfig(**_SHAPE, head_dim=8),
+    "llama": LlamaConfig(**SHAPE),
+    "tied_llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "biased_llama": LlamaConfig(**{**SHAPE, "num_key_value_heads": 4}, attention_bias=True, mlp_bias=True),
+    "mistral": MistralConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+    "gemma": GemmaConfig(**SHAPE, head_dim=8),
     "opt": OPTConfig(**_OPT),
     "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, bos_token_id=0, eos_token_id=0),
 }
@@ -66,6 +56,16 @@ class Tiny:
     graph: rg.Graph
     params: dict[str, Tensor]
     stats: dict[str, Tensor]
+
+    @property
+    def observed_kinds(self) -> tuple[str, ...]:
+        """Kinds of symmetries whose activation is observed, but for the head."""
+        return tuple({s.kind: 0 for s in self.graph.symmetries if s.site not in (None, "lm_head")})
+
+    @property
+    def linear_kinds(self) -> tuple[str, ...]:
+        """Kinds of symmetries between linears."""
+        return tuple({s.kind: 0 for s in self.graph.symmetries if s.kind in ("v_o", "up_down", "q_k")})
 
     def logits(self, params: dict[str, Tensor] | None = None) -> Tensor:
         with torch.no_grad():

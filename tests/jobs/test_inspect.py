@@ -11,19 +11,9 @@ import regauge as rg
 from regauge.graph.types import Axis, Graph, Linear, Proof, Rejection
 from regauge.jobs.folding import axis_note, braces, fold, label_of, relative
 from regauge.jobs.graph_plot import COLORS, panels_of, plot_graph
+from shapes import SHAPE
 from transformers import DeepseekV3Config, GemmaConfig, LlamaConfig, LongformerConfig, MixtralConfig, Phi3Config
 
-_SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
 _DEEPSEEK = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
@@ -39,11 +29,11 @@ _DEEPSEEK = {
     "v_head_dim": 8,
 }
 CONFIGS = {
-    "llama": LlamaConfig(**_SHAPE),
-    "gemma": GemmaConfig(**_SHAPE, head_dim=8),
-    "phi3": Phi3Config(**_SHAPE),
-    "mixtral": MixtralConfig(**_SHAPE, num_local_experts=8),
-    "deepseek_v3": DeepseekV3Config(**{**_SHAPE, **_DEEPSEEK}, first_k_dense_replace=1),
+    "llama": LlamaConfig(**SHAPE),
+    "gemma": GemmaConfig(**SHAPE, head_dim=8),
+    "phi3": Phi3Config(**SHAPE),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=8),
+    "deepseek_v3": DeepseekV3Config(**{**SHAPE, **_DEEPSEEK}, first_k_dense_replace=1),
     "longformer": LongformerConfig(
         hidden_size=32,
         intermediate_size=48,

@@ -10,21 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import transformers as t
+from shapes import SHAPE
 
 Groups = Mapping[tuple[str, str], tuple[str, ...]]
 
-_COMMON = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-_GQA = {**_COMMON, "num_key_value_heads": 2}
+GQA = {**SHAPE, "max_position_embeddings": 64}
+_COMMON = {name: value for name, value in GQA.items() if name != "num_key_value_heads"}
 _SEQ2SEQ = {
     "d_model": 32,
     "encoder_layers": 2,
@@ -147,50 +138,48 @@ def _cross(prefix: str, layers: int) -> tuple[str, ...]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(config=t.LlamaConfig(**_GQA), blocks={"model.layers": LLAMA}, outside=HEAD),
+    "llama": Architecture(config=t.LlamaConfig(**GQA), blocks={"model.layers": LLAMA}, outside=HEAD),
     "llama, biases": Architecture(
-        config=t.LlamaConfig(**_GQA, attention_bias=True, mlp_bias=True), blocks={"model.layers": LLAMA}, outside=HEAD
+        config=t.LlamaConfig(**GQA, attention_bias=True, mlp_bias=True), blocks={"model.layers": LLAMA}, outside=HEAD
     ),
-    "llama, tied": Architecture(config=t.LlamaConfig(**_GQA, tie_word_embeddings=True), blocks={"model.layers": LLAMA}),
-    "llama, no head": Architecture(
-        config=t.LlamaConfig(**_GQA, architectures=["LlamaModel"]), blocks={"layers": LLAMA}
-    ),
-    "mistral": Architecture(config=t.MistralConfig(**_GQA), blocks={"model.layers": LLAMA}, outside=HEAD),
-    "qwen2": Architecture(config=t.Qwen2Config(**_GQA), blocks={"model.layers": LLAMA}, outside=HEAD),
+    "llama, tied": Architecture(config=t.LlamaConfig(**GQA, tie_word_embeddings=True), blocks={"model.layers": LLAMA}),
+    "llama, no head": Architecture(config=t.LlamaConfig(**GQA, architectures=["LlamaModel"]), blocks={"layers": LLAMA}),
+    "mistral": Architecture(config=t.MistralConfig(**GQA), blocks={"model.layers": LLAMA}, outside=HEAD),
+    "qwen2": Architecture(config=t.Qwen2Config(**GQA), blocks={"model.layers": LLAMA}, outside=HEAD),
     "qwen3": Architecture(
-        config=t.Qwen3Config(**_GQA, head_dim=8),
+        config=t.Qwen3Config(**GQA, head_dim=8),
         blocks={"model.layers": {**{k: v for k, v in LLAMA.items() if k[0] != "q_k"}, **QK_NORM}},
         outside=HEAD,
     ),
     "smollm3": Architecture(
-        config=t.SmolLM3Config(**_GQA, no_rope_layers=[1, 0], tie_word_embeddings=False),
+        config=t.SmolLM3Config(**GQA, no_rope_layers=[1, 0], tie_word_embeddings=False),
         blocks={"model.layers": LLAMA},
         outside=HEAD,
     ),
-    "gemma": Architecture(config=t.GemmaConfig(**_GQA, head_dim=8), blocks={"model.layers": LLAMA}),
-    "gemma2": Architecture(config=t.Gemma2Config(**_GQA, head_dim=8), blocks={"model.layers": {**SANDWICH, **QK}}),
+    "gemma": Architecture(config=t.GemmaConfig(**GQA, head_dim=8), blocks={"model.layers": LLAMA}),
+    "gemma2": Architecture(config=t.Gemma2Config(**GQA, head_dim=8), blocks={"model.layers": {**SANDWICH, **QK}}),
     "gemma3": Architecture(
-        config=t.Gemma3TextConfig(**_GQA, head_dim=8), blocks={"model.layers": {**SANDWICH, **QK_NORM}}
+        config=t.Gemma3TextConfig(**GQA, head_dim=8), blocks={"model.layers": {**SANDWICH, **QK_NORM}}
     ),
-    "granite": Architecture(config=t.GraniteConfig(**_GQA), blocks={"model.layers": LLAMA}, outside=HEAD),
+    "granite": Architecture(config=t.GraniteConfig(**GQA), blocks={"model.layers": LLAMA}, outside=HEAD),
     "olmo": Architecture(  # its norms have no weight
-        config=t.OlmoConfig(**_GQA), blocks={"model.layers": {**QK, **V_O, **UP_DOWN}}
+        config=t.OlmoConfig(**GQA), blocks={"model.layers": {**QK, **V_O, **UP_DOWN}}
     ),
     "olmo2": Architecture(  # it normalises what a sublayer returns
-        config=t.Olmo2Config(**_GQA), blocks={"model.layers": {**QK_NORM, **V_O, **UP_DOWN}}, outside=HEAD
+        config=t.Olmo2Config(**GQA), blocks={"model.layers": {**QK_NORM, **V_O, **UP_DOWN}}, outside=HEAD
     ),
     "cohere": Architecture(  # one norm for attention and MLP
-        config=t.CohereConfig(**_GQA),
+        config=t.CohereConfig(**GQA),
         blocks={"model.layers": {("norm", "input_layernorm"): (*QKV, *GATED), **QK, **V_O, **UP_DOWN}},
     ),
-    "stablelm": Architecture(config=t.StableLmConfig(**_GQA), blocks={"model.layers": LLAMA}, outside=HEAD),
+    "stablelm": Architecture(config=t.StableLmConfig(**GQA), blocks={"model.layers": LLAMA}, outside=HEAD),
     "starcoder2": Architecture(
-        config=t.Starcoder2Config(**_GQA, tie_word_embeddings=False),
+        config=t.Starcoder2Config(**GQA, tie_word_embeddings=False),
         blocks={"model.layers": {**ATTENTION, ("norm", "post_attention_layernorm"): ("mlp.c_fc",)}},
         outside=HEAD,
     ),
     "glm4": Architecture(
-        config=t.Glm4Config(**_GQA, head_dim=8),
+        config=t.Glm4Config(**GQA, head_dim=8),
         blocks={
             "model.layers": {
                 **ATTENTION,
@@ -201,7 +190,7 @@ ARCHITECTURES = {
         outside=HEAD,
     ),
     "nemotron": Architecture(
-        config=t.NemotronConfig(**_GQA),
+        config=t.NemotronConfig(**GQA),
         blocks={"model.layers": {**ATTENTION, ("norm", "post_attention_layernorm"): ("mlp.up_proj",)}},
         outside=HEAD,
         missed=(
@@ -209,7 +198,7 @@ ARCHITECTURES = {
         ),
     ),
     "phi": Architecture(
-        config=t.PhiConfig(**_GQA),
+        config=t.PhiConfig(**GQA),
         blocks={
             "model.layers": {
                 ("norm", "input_layernorm"): (*QKV, "mlp.fc1"),
@@ -220,7 +209,7 @@ ARCHITECTURES = {
         outside={("head", "model.final_layernorm"): ("lm_head",)},
     ),
     "phi3": Architecture(
-        config=t.Phi3Config(**_GQA),
+        config=t.Phi3Config(**GQA),
         blocks={
             "model.layers": {
                 ("norm", "input_layernorm"): ("self_attn.qkv_proj",),
@@ -334,23 +323,23 @@ ARCHITECTURES = {
         },
     ),
     "mixtral": Architecture(
-        config=t.MixtralConfig(**_GQA, num_local_experts=4),
+        config=t.MixtralConfig(**GQA, num_local_experts=4),
         blocks={"model.layers": {**ATTENTION, **ROUTED}},
         outside=HEAD,
     ),
     "qwen3_moe": Architecture(
-        config=t.Qwen3MoeConfig(**_GQA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
+        config=t.Qwen3MoeConfig(**GQA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
         blocks={"model.layers": {("norm", "input_layernorm"): QKV, **QK_NORM, **V_O, **ROUTED}},
         outside=HEAD,
     ),
     "olmoe": Architecture(
-        config=t.OlmoeConfig(**_GQA, num_experts=4, num_experts_per_tok=2),
+        config=t.OlmoeConfig(**GQA, num_experts=4, num_experts_per_tok=2),
         blocks={"model.layers": {("norm", "input_layernorm"): QKV, **QK_NORM, **V_O, **ROUTED}},
         outside=HEAD,
     ),
     "deepseek_v3": Architecture(
         config=t.DeepseekV3Config(
-            **{**_GQA, "num_key_value_heads": 4},
+            **{**GQA, "num_key_value_heads": 4},
             kv_lora_rank=16,
             q_lora_rank=24,
             qk_rope_head_dim=8,
@@ -368,7 +357,7 @@ ARCHITECTURES = {
         outside=HEAD,
     ),
     "gpt_oss": Architecture(
-        config=t.GptOssConfig(**_GQA, num_local_experts=4, head_dim=8),
+        config=t.GptOssConfig(**GQA, num_local_experts=4, head_dim=8),
         blocks={
             "model.layers": {
                 **ATTENTION,
@@ -378,7 +367,7 @@ ARCHITECTURES = {
         outside=HEAD,  # (up + 1) * gate: no scale passes the constant
     ),
     "llama4": Architecture(
-        config=t.Llama4TextConfig(**_GQA, num_local_experts=4, head_dim=8, intermediate_size_mlp=48),
+        config=t.Llama4TextConfig(**GQA, num_local_experts=4, head_dim=8, intermediate_size_mlp=48),
         blocks={
             "model.layers": {
                 ("norm", "input_layernorm"): QKV,

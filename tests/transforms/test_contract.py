@@ -34,16 +34,6 @@ def rescale(tiny):
     return Rescale(scales={s.name: torch.rand(s.width, generator=generator) + 0.5 for s in tiny.graph.symmetries})
 
 
-def observed_kinds(tiny):
-    """Kinds of symmetries whose activation is observed, but for the head."""
-    return tuple({s.kind: 0 for s in tiny.graph.symmetries if s.site not in (None, "lm_head")})
-
-
-def linear_kinds(model):
-    """Kinds between linears that the model has."""
-    return tuple({s.kind: 0 for s in model.graph.symmetries if s.kind in ("v_o", "up_down", "q_k")})
-
-
 def encoded(tiny, quantize, *then):
     """The quantizer, then transforms that need to know what it did."""
     schemes = rg.plan(quantize, tiny.params, tiny.graph).schemes
@@ -54,11 +44,11 @@ TRANSFORMS = {
     "identity": lambda t: identity(),
     "smooth": lambda t: SmoothQuant(alpha=0.6),
     "smooth_range": lambda t: SmoothQuant(alpha=0.6, statistic="range"),
-    "smooth_all": lambda t: SmoothQuant(kinds=observed_kinds(t)),
+    "smooth_all": lambda t: SmoothQuant(kinds=t.observed_kinds),
     "log": lambda t: LogEqualize(),
-    "log_all": lambda t: LogEqualize(statistic="range", kinds=observed_kinds(t)),
+    "log_all": lambda t: LogEqualize(statistic="range", kinds=t.observed_kinds),
     "rescale": rescale,
-    "cross_layer": lambda t: CrossLayerEqualize(kinds=linear_kinds(t)),
+    "cross_layer": lambda t: CrossLayerEqualize(kinds=t.linear_kinds),
     "w8a8": lambda t: Quantize(scheme="W8A8", ignore=HEAD),
     "w8a16": lambda t: Quantize(scheme="W8A16", ignore=HEAD),
     "w4a16": lambda t: Quantize(scheme="W4A16", group_size=16, ignore=HEAD),

@@ -18,20 +18,11 @@ def everything(model):
     )
 
 
-def observed_kinds(model):
-    return tuple({s.kind: 0 for s in model.graph.symmetries if s.site not in (None, "lm_head")})
-
-
-def linear_kinds(model):
-    """Kinds between linears that the model has."""
-    return tuple({s.kind: 0 for s in model.graph.symmetries if s.kind in ("v_o", "up_down", "q_k")})
-
-
 TRANSFORMS = {
-    "smooth": lambda m: SmoothQuant(alpha=0.5, kinds=observed_kinds(m)),
+    "smooth": lambda m: SmoothQuant(alpha=0.5, kinds=m.observed_kinds),
     "smooth_range": lambda m: SmoothQuant(alpha=0.7, statistic="range"),
-    "log": lambda m: LogEqualize(kinds=observed_kinds(m)),
-    "cross_layer": lambda m: CrossLayerEqualize(kinds=linear_kinds(m)),
+    "log": lambda m: LogEqualize(kinds=m.observed_kinds),
+    "cross_layer": lambda m: CrossLayerEqualize(kinds=m.linear_kinds),
     "random": everything,
 }
 
