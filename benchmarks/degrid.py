@@ -14,7 +14,7 @@ import regauge as rg
 import torch
 from regauge.graph import Graph
 from regauge.jobs.checkpoint import open_checkpoint
-from regauge.jobs.smollm2 import smollm2
+from regauge.jobs.smollm2 import model_folder
 from regauge.transforms import Rescale
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    source = smollm2() if args.model == "smollm2" else Path(args.model)
+    source = model_folder(args.model)
     transform = degrid(open_checkpoint(source).graph, args.seed)
     print(rg.oneshot(source, output_dir=args.output, recipe=transform, plots=False).table())
 

@@ -53,12 +53,13 @@ def _oneshot(config: DictConfig) -> float:
 
 def _evaluate(config: DictConfig) -> float:
     from ..jobs import evaluate
+    from ..jobs.smollm2 import model_folder
 
     values = plain(config)
     if values["evaluation"] is None:
         raise PlanError("job=evaluate measures on `evaluation`, which is null")
-    model = _model(values["model"]["path"])
-    reference = _model(values["model"]["reference"]) if values["model"]["reference"] else None
+    model = model_folder(values["model"]["path"])
+    reference = model_folder(values["model"]["reference"]) if values["model"]["reference"] else None
     result = evaluate(model, data(values["evaluation"], "evaluation"), reference=reference, **values["job"]["settings"])
     print(f"perplexity  {result.perplexity:.4f}  ({result.tokens:,} tokens)")
     if result.kl is not None and result.top1 is not None:
@@ -77,12 +78,6 @@ def _inspect(config: DictConfig) -> float:
 
 
 _JOBS = {"oneshot": _oneshot, "evaluate": _evaluate, "inspect": _inspect}
-
-
-def _model(path: str) -> str:
-    from ..jobs.smollm2 import smollm2
-
-    return str(smollm2()) if path == "smollm2" else path
 
 
 def _output_dir(path: str | None, name: str = "model") -> Path:

@@ -15,5 +15,10 @@ class PlanError(ValueError):
         super().__init__("\n".join((*self.problems[:12], *((f"... and {hidden} more",) if hidden > 0 else ()))))
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without the advice and the traces that libraries add below."""
+    return (str(error).splitlines() or [""])[0]
+
+
 class LayoutError(ValueError):
     """A file, folder, dataset or store does not hold what it should."""

@@ -1,6 +1,6 @@
 """Mappings that a user gives by name: which linears read what a producer makes. Each is proved before it is used."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ._errors import PlanError
 from .patterns import check_patterns, matches, unmatched
@@ -16,6 +16,7 @@ def resolve_mappings(graph: Graph, mappings: Sequence[Sequence], where: str) -> 
     """
     found: list[Symmetry] = []
     problems: list[str] = []
+    names = {**graph.modules, **{name: x.cls for name, x in graph.linears.items()}}
     for mapping in mappings:
         shaped = isinstance(mapping, Sequence) and not isinstance(mapping, str) and len(mapping) == 2
         if not shaped or isinstance(mapping[0], str):
@@ -24,20 +25,21 @@ def resolve_mappings(graph: Graph, mappings: Sequence[Sequence], where: str) -> 
         consumers, producers = tuple(mapping[0]), mapping[1]
         producers = (producers,) if isinstance(producers, str) else tuple(producers)
         bad = check_patterns((*consumers, *producers), where)
-        names = {**graph.modules, **{name: x.cls for name, x in graph.linears.items()}}
         bad = bad or unmatched((*consumers, *producers), names, where)
         problems += bad
         if not bad:
-            _resolve(graph, consumers, producers, where, found, problems)
+            _resolve(graph, names, consumers, producers, where, found, problems)
     if problems:
         raise PlanError(problems)
     return tuple(found)
 
 
-def _resolve(graph: Graph, consumers, producers, where: str, found: list[Symmetry], problems: list[str]) -> None:
+def _resolve(
+    graph: Graph, modules: Mapping[str, str], consumers, producers, where: str, found: list, problems: list[str]
+) -> None:
     """Pair producers with linears block by block; append to `found` or `problems`."""
     by_block: dict[int | None, list[str]] = {}
-    for name, cls in {**graph.modules, **{n: x.cls for n, x in graph.linears.items()}}.items():
+    for name, cls in modules.items():
         if any(matches(p, name, cls) for p in producers):
             by_block.setdefault(graph.block_of(name), []).append(name)
     for block, names in by_block.items():
@@ -106,10 +108,10 @@ def named_symmetry(graph: Graph, producer: str, names: Sequence[str], offset: fl
     `offset`: the norm multiplies by `offset + weight`.
     """
     linears = [graph.linears[name] for name in names]
-    width = _columns(linears[0])[0]
+    width = linears[0].fan_in
     for linear in linears:
-        if _columns(linear)[0] != width or linear.site is None:
-            return f"{producer}: {linear.name} reads {_columns(linear)[0]} channels, {linears[0].name} reads {width}"
+        if linear.fan_in != width or linear.site is None:
+            return f"{producer}: {linear.name} reads {linear.fan_in} channels, {linears[0].name} reads {width}"
     made = graph.linears.get(producer)
     weight, bias = (made.weight, made.bias) if made else (f"{producer}.weight", f"{producer}.bias")
     weight = graph.ties.get(weight, weight)
@@ -126,16 +128,8 @@ def named_symmetry(graph: Graph, producer: str, names: Sequence[str], offset: fl
         kind="norm" if made is None else "up_down",
         width=width,
         producers=tuple(producers),
-        consumers=tuple(
-            Axis(param=graph.ties.get(x.weight, x.weight), dim=_columns(x)[1], size=width) for x in linears
-        ),
+        consumers=tuple(Axis(param=graph.ties.get(x.weight, x.weight), dim=x.column_dim, size=width) for x in linears),
         linears=tuple(names),
         site=sites[0],
         more_sites=tuple(sites[1:]),
     )
-
-
-def _columns(linear: Linear) -> tuple[int, int]:
-    """How many channels a linear reads, and along which dim of its weight."""
-    dim = len(linear.shape) - (2 if linear.transposed else 1)
-    return linear.shape[dim], dim

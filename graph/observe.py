@@ -1,7 +1,7 @@
 """Collect statistics of activations in one forward over calibration batches."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,28 +49,33 @@ def observe(
     if not by_site:
         return {}
     taps = Taps(by_site, graph)
-    handles = [
-        model.get_submodule(graph.sites[site].module or site).register_forward_pre_hook(taps.hook(site))
-        for site in by_site
-    ]
     body = _body(model, by_site)
+    with tapped(model, dict(model.named_modules()), taps, graph), torch.inference_mode():
+        for batch in batches:
+            taps.start(batch)
+            with contextlib.suppress(_Done):
+                body(input_ids=batch.input_ids, attention_mask=taps.padding(batch), use_cache=False)
+            taps.finish()
+            if progress is not None:
+                progress(len(batch.index))
+    return taps.result()
+
+
+@contextlib.contextmanager
+def tapped(model: nn.Module, modules: Mapping[str, nn.Module], taps: "Taps", graph: Graph) -> Iterator[None]:
+    """Within the context the model is in eval mode and tells the taps what their sites see; `modules` by name."""
+    handles = [
+        modules[graph.sites[site].module or site].register_forward_pre_hook(taps.hook(site)) for site in taps.by_site
+    ]
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with torch.inference_mode():
-            for batch in batches:
-                taps.start(batch)
-                with contextlib.suppress(_Done):
-                    body(input_ids=batch.input_ids, attention_mask=taps.padding(batch), use_cache=False)
-                taps.finish()
-                if progress is not None:
-                    progress(len(batch.index))
+        yield
     finally:
         for handle in handles:
             handle.remove()
         for module, training in modes.items():
             module.training = training
-    return taps.result()
 
 
 def kinds_by_site(keys: Iterable[str], graph: Graph) -> dict[str, dict[str, Kind]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._errors import LayoutError
+from ._errors import LayoutError, first_line
 
 _TOKENS = 4
 
@@ -31,8 +31,7 @@ def read_config(folder: str | Path) -> Any:
     try:
         return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LayoutError(f"{folder}/config.json: {first}") from error
+        raise LayoutError(f"{folder}/config.json: {first_line(error) or type(error).__name__}") from error
 
 
 def model_class(config: Any) -> type[nn.Module]:

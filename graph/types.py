@@ -47,6 +47,16 @@ class Linear:
     block: int | None = None
     transposed: bool = False
 
+    @property
+    def column_dim(self) -> int:
+        """The dim of the weight that is contracted with the activation."""
+        return len(self.shape) - (2 if self.transposed else 1)
+
+    @property
+    def fan_in(self) -> int:
+        """How many channels it reads."""
+        return self.shape[self.column_dim]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:

@@ -15,7 +15,7 @@ from ..graph.build import build_graph
 from ..graph.skeleton import load_config, model_class
 from .folding import Part, braces, columns, figures, fold, owners_of, why
 from .plots import can_plot
-from .smollm2 import smollm2
+from .smollm2 import model_folder
 
 Row = tuple[list[str], ...]
 
@@ -76,8 +76,8 @@ def inspect(model: str | Path, output_dir: str | Path | None = None) -> Inspecti
     installed, `graph.svg`. Raises `LayoutError` when the folder has no config, or one of an unknown model type.
     """
     start = time.perf_counter()
-    folder = smollm2() if str(model) == "smollm2" else Path(model)
-    config = _config(folder)
+    folder = model_folder(model)
+    config = load_config(folder)
     graph = build_graph(config, cache=folder)
     found = Inspection(
         model=str(model),
@@ -87,13 +87,6 @@ def inspect(model: str | Path, output_dir: str | Path | None = None) -> Inspecti
         seconds=round(time.perf_counter() - start, 3),
     )
     return found if output_dir is None else replace(found, files=_write(found, Path(output_dir)))
-
-
-def _config(folder: Path) -> Any:
-    try:
-        return load_config(folder)
-    except LayoutError as error:  # transformers adds advice on updating itself
-        raise LayoutError(str(error).splitlines()[0]) from error
 
 
 def _write(found: Inspection, folder: Path) -> tuple[str, ...]:

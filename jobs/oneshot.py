@@ -51,7 +51,7 @@ from .evaluate import Evaluation, compare, load_model, load_tokenizer
 from .plots import can_plot, plot_ranges, plot_sqnr
 from .recipes import load_recipe
 from .report import LinearRow, Report, peak_memory
-from .smollm2 import smollm2
+from .smollm2 import model_folder
 from .statistics import collect, statistics_key
 
 _log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def oneshot(
         limit = parse_size(max_shard_size)
         target = Path(output_dir)
         _check_output(target, overwrite_output_dir)
-        source = smollm2() if str(model) == "smollm2" else Path(model)
+        source = model_folder(model)
         checkpoint = open_checkpoint(source)
         planned = plan_output(transform, checkpoint)
         data = _calibration_data(dataset, splits, concatenate_data, num_calibration_samples, max_seq_length)

@@ -23,6 +23,11 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _log = logging.getLogger(__name__)
 
 
+def model_folder(model: str | Path) -> Path:
+    """The folder of a model that a user names: itself, or the demo model's for "smollm2"."""
+    return smollm2() if str(model) == "smollm2" else Path(model)
+
+
 def smollm2() -> Path:
     """The folder of the model; made in the cache on first use.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Axis, Graph, PlanError, Symmetry
-from ._smooth import axis_absmax, chosen_symmetries, cut_symmetries, fold, fold_step
+from ._smooth import axis_absmax, checked_bounds, checked_kinds, chosen_symmetries, cut_symmetries, fold, fold_step
 from ._types import Params, Stats, Step
 
 KINDS = ("v_o", "up_down", "q_k")
@@ -43,17 +43,9 @@ class CrossLayerEqualize:
     bounds: tuple[float, float] = (1e-4, 1e4)
 
     def __post_init__(self):
-        for name in ("kinds", "bounds"):
-            value = getattr(self, name)
-            if name == "kinds" and value is None:
-                continue
-            if isinstance(value, str) or not isinstance(value, Sequence):
-                raise ValueError(f"{name}: expected a list, got {value!r}")
-            object.__setattr__(self, name, tuple(value))
-        if self.kinds is not None and (not self.kinds or any(kind not in KINDS for kind in self.kinds)):
-            raise ValueError(f"kinds: expected some of {', '.join(KINDS)}, got {self.kinds!r}")
-        if len(self.bounds) != 2 or not 0 < self.bounds[0] <= 1 <= self.bounds[1]:
-            raise ValueError(f"bounds: expected (low, high) with 0 < low <= 1 <= high, got {self.bounds}")
+        if self.kinds is not None:
+            object.__setattr__(self, "kinds", checked_kinds(self.kinds, KINDS))
+        object.__setattr__(self, "bounds", checked_bounds(self.bounds))
 
     def plan(self, specs: Params, graph: Graph) -> tuple[Step, ...]:
         present = {s.kind for s in graph.symmetries}

@@ -39,7 +39,7 @@ def scale_axis(p: Tensor, axis: Axis, s_C: Tensor, inverse: bool = False) -> Ten
     """`p` with the channels of `axis` times s (or divided by s), in float32, rounded once to the dtype of `p`."""
     s_C = s_C.to(p.device)  # given scales may lie elsewhere; the dry run is on meta tensors
     part = p.narrow(axis.dim, axis.start, axis.size).float() + axis.offset
-    s = _spread(per_channel(s_C, axis.classes), axis, p)
+    s = spread(per_channel(s_C, axis.classes), axis, p)
     part = ((part / s if inverse else part * s) - axis.offset).to(p.dtype)
     if axis.size == p.shape[axis.dim]:
         return part
@@ -48,17 +48,17 @@ def scale_axis(p: Tensor, axis: Axis, s_C: Tensor, inverse: bool = False) -> Ten
     return torch.cat((before, part, p.narrow(axis.dim, end, p.shape[axis.dim] - end)), axis.dim)
 
 
-def per_channel(s_C: Tensor, classes: tuple[int, ...] | None) -> Tensor:
-    """s of each channel: (width,) -> (len(classes),), with 1 for channels of class -1."""
+def per_channel(s_C: Tensor, classes: tuple[int, ...] | None, rest: float = 1.0) -> Tensor:
+    """The number of each channel: (width,) -> (len(classes),), with `rest` for channels of class -1."""
     if classes is None:
         return s_C
     index = torch.tensor(classes, device=s_C.device)
     if min(classes) < 0:
-        s_C = torch.cat((s_C, torch.ones_like(s_C[:1])))  # which index -1 picks
+        s_C = torch.cat((s_C, torch.full_like(s_C[:1], rest)))  # which index -1 picks
     return s_C[index]
 
 
-def _spread(s: Tensor, axis: Axis, p: Tensor) -> Tensor:
+def spread(s: Tensor, axis: Axis, p: Tensor) -> Tensor:
     """One number for each channel of `axis`, in a shape that broadcasts over `p`."""
     shape = [1] * p.ndim
     shape[axis.dim] = axis.size
@@ -176,19 +176,33 @@ class Rescale:
         )
 
 
+def checked_kinds(kinds: object, known: Sequence[str]) -> tuple[str, ...]:
+    """The kinds as a tuple. Raises `ValueError` unless they are some of the known ones."""
+    chosen = _listed("kinds", kinds)
+    if not chosen or any(kind not in known for kind in chosen):
+        raise ValueError(f"kinds: expected some of {', '.join(known)}, got {list(chosen)}")
+    return chosen
+
+
+def checked_bounds(bounds: object) -> tuple[float, float]:
+    """The bounds of a scale as a tuple. Raises `ValueError` unless they are a lower and an upper one around 1."""
+    pair = _listed("bounds", bounds)
+    if len(pair) != 2 or not 0 < pair[0] <= 1 <= pair[1]:
+        raise ValueError(f"bounds: expected (low, high) with 0 < low <= 1 <= high, got {pair}")
+    return pair[0], pair[1]
+
+
+def _listed(name: str, value: object) -> tuple:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{name}: expected a list, got {value!r}")
+    return tuple(value)
+
+
 def _check_common(transform: SmoothQuant | LogEqualize) -> None:
     if transform.statistic not in ("absmax", "range"):
         raise ValueError(f"statistic: expected 'absmax' or 'range', got {transform.statistic!r}")
-    for name in ("kinds", "bounds"):
-        value = getattr(transform, name)
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise ValueError(f"{name}: expected a list, got {value!r}")
-        object.__setattr__(transform, name, tuple(value))
-    wrong = [kind for kind in transform.kinds if kind not in KINDS_OF_SYMMETRY]
-    if wrong or not transform.kinds:
-        raise ValueError(f"kinds: expected some of {', '.join(KINDS_OF_SYMMETRY)}, got {list(transform.kinds)}")
-    if len(transform.bounds) != 2 or not 0 < transform.bounds[0] <= 1 <= transform.bounds[1]:
-        raise ValueError(f"bounds: expected (low, high) with 0 < low <= 1 <= high, got {transform.bounds}")
+    object.__setattr__(transform, "kinds", checked_kinds(transform.kinds, KINDS_OF_SYMMETRY))
+    object.__setattr__(transform, "bounds", checked_bounds(transform.bounds))
     if not transform.floor >= 0:
         raise ValueError(f"floor: expected a number >= 0, got {transform.floor!r}")
 

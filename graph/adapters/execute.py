@@ -57,7 +57,7 @@ def _fetch(source: Source, cell: Cell) -> dict[str, Tensor]:
         return dict(params)
 
 
-def run_cell(cell: Cell, params: dict[str, Tensor], stats: dict[str, Tensor], on_step) -> None:
+def run_cell(cell: Cell, params: dict[str, Tensor], stats: dict[str, Tensor], on_step=None) -> None:
     """Run the steps of a cell on dicts that the caller owns. Raises `LayoutError` for numbers that are not finite."""
     read = dict(params) if cell.steps else {}
     with torch.no_grad():

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._errors import LayoutError
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class _Mark:
 
 def canonical(name: str) -> str:
     """A parameter's or module's name without the prefixes that wrappers put in front of each part."""
-    for wrapper in _WRAPPERS[:3]:
+    for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
@@ -198,9 +198,8 @@ def _settle(model: nn.Module) -> None:
                 raise LayoutError(_in_use(name))
             whole = getattr(handle.flat_param, "_full_param_padded", None)
             if handle.uses_sharded_strategy and whole is not None and whole.untyped_storage().size():
-                _reshard(
-                    module, handle, True
-                )  # the outermost unit keeps its whole numbers, and would compute with them
+                # the outermost unit keeps its whole numbers, and would compute with them
+                _reshard(module, handle, True)
 
 
 def _in_use(name: str) -> str:
@@ -254,7 +253,7 @@ def _flat_entries(model: nn.Module, aliases: dict[str, str]) -> dict[str, _Entry
             else range(len(ends))
         )
         for info, shape, number in zip(flat._param_infos, flat._shapes, real, strict=True):
-            name = _name_of(prefixes, info)
+            name = _join(prefixes[id(info.module)], info.param_name)
             entries[name] = _flat_entry(handle, tuple(shape), ends[number] - flat._numels_with_padding[number])
         for shared in flat._shared_param_infos:
             alias = _join(prefixes[id(shared.module)], shared.param_name)
@@ -264,10 +263,6 @@ def _flat_entries(model: nn.Module, aliases: dict[str, str]) -> dict[str, _Entry
 
 def _has_padding(flat: Any) -> bool:
     return len(getattr(flat, "_is_padding_mask", ())) == len(flat._numels_with_padding)
-
-
-def _name_of(prefixes: Mapping[int, str], info: Any) -> str:
-    return _join(prefixes[id(info.module)], info.param_name)
 
 
 def _join(module: str, leaf: str) -> str:

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...transforms import Plan, Transform, plan, run_step, split_key
+from ...transforms import Plan, Transform, plan, split_key
 from ...transforms._plan import Cell, check_inputs
 from .._errors import LayoutError
 from ..build import build_graph
-from ..observe import Batch, Taps, kinds_by_site
+from ..observe import Batch, Taps, kinds_by_site, tapped
 from ..types import Graph
 from ._base import Source
-from .execute import is_finite, run_cell
+from .execute import run_cell
 from .fsdp import Fsdp, canonical
 from .shards import ShardWriter
 
@@ -65,13 +65,8 @@ def _edit(cell: Cell, store: Fsdp, known: dict[str, Tensor], progress: Callable[
     with _named(cell.steps[0].name), store.read(cell.reads) as params:
         size = sum(p.nbytes for p in params.values())
         before = dict(params)
-        for step in cell.steps:
-            run_step(step, params, known)
-        changed = {name: p for name, p in params.items() if p is not before.get(name)}
-        bad = [name for name, p in changed.items() if not is_finite(p)]
-        if bad:
-            raise LayoutError(f"{bad[0]}: NaN or infinite after {cell.steps[-1].name}; this cell is left as it was")
-        store.write(changed)
+        run_cell(cell, params, known)  # raises before anything is written, so that a bad cell is left as it was
+        store.write({name: p for name, p in params.items() if p is not before.get(name)})
     if progress is not None:
         progress(size)
 
@@ -171,7 +166,7 @@ def execute_sharded(
 
 def _compute(cell: Cell, params: dict[str, Tensor], known: dict[str, Tensor], writer: ShardWriter, progress) -> None:
     size = sum(p.nbytes for p in params.values())
-    run_cell(cell, params, dict(known), None)
+    run_cell(cell, params, dict(known))
     writer.write({name: params[name] for name in cell.writes})
     if progress is not None:
         progress(size)
@@ -226,26 +221,17 @@ def observe_sharded(
         return {}
     taps = Taps(by_site, graph, whole=True)
     modules = {canonical(name): module for name, module in model.named_modules()}
-    hooks = [modules[graph.sites[s].module or s].register_forward_pre_hook(taps.hook(s)) for s in by_site]
-    modes = {module: module.training for module in model.modules()}
     mine = list(batches)
-    try:
-        model.eval()
-        with torch.no_grad():
-            for number in range(_most(len(mine))):
-                taps.paused = number >= len(mine)
-                batch = _FILLER if taps.paused else mine[number]
-                taps.start(batch)
-                model(input_ids=batch.input_ids, attention_mask=taps.padding(batch), use_cache=False)
-                if not taps.paused:
-                    taps.finish()
-                    if progress is not None:
-                        progress(len(batch.index))
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, training in modes.items():
-            module.training = training
+    with tapped(model, modules, taps, graph), torch.no_grad():
+        for number in range(_most(len(mine))):
+            taps.paused = number >= len(mine)
+            batch = _FILLER if taps.paused else mine[number]
+            taps.start(batch)
+            model(input_ids=batch.input_ids, attention_mask=taps.padding(batch), use_cache=False)
+            if not taps.paused:
+                taps.finish()
+                if progress is not None:
+                    progress(len(batch.index))
     _merge(taps)
     return taps.result()
 

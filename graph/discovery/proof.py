@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from ...transforms._smooth import per_channel, spread
+from .._errors import first_line
 from ..mappings import named_symmetry
 from ..skeleton import example_inputs, new_model, skeleton
 from ..types import Axis, Graph, Proof, Symmetry
@@ -39,8 +41,7 @@ class Instance:
 
 def find_instance(config: Any, graph: Graph) -> Instance | str:
     """The smallest instance of `config` with a counterpart for everything in `graph`, or why there is none."""
-    wanted, problem = set(keys_of(graph).values()), "no narrow instance was tried"
-    wanted |= set(signatures(graph))
+    wanted, problem = _parts(graph), "no narrow instance was tried"
     for note, make in narrowed(config):
         try:
             small = make()
@@ -50,14 +51,20 @@ def find_instance(config: Any, graph: Graph) -> Instance | str:
                 problem = f"{note}: {count:,} parameters are too many to run in float64"
                 continue
             narrow_graph = structure_of(model)
-            missing = wanted - set(keys_of(narrow_graph).values()) - set(signatures(narrow_graph))
+            missing = wanted - _parts(narrow_graph)
             if missing or (narrow_graph.untraced is None) != (graph.untraced is None):
                 problem = f"{note}: {len(missing)} parts have no counterpart"
                 continue
             return _instance(small, narrow_graph, note)
         except Exception as error:  # whatever the model's own code raises at sizes that it does not foresee
-            problem = f"{note}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            problem = f"{note}: {type(error).__name__}: {first_line(error)}"
     return problem
+
+
+def _parts(graph: Graph) -> set[tuple]:
+    """Everything that must have a counterpart: blocks, and symmetries by their keys."""
+    blocks = signatures(graph)
+    return {*blocks, *keys_of(graph, blocks).values()}
 
 
 def _instance(config: Any, graph: Graph, note: str) -> Instance:
@@ -125,7 +132,7 @@ def prove(instance: Instance, symmetry: Symmetry) -> Proof:
             with torch.no_grad():
                 return Proof(method=method, change=move(instance, both), control=move(instance, half))
         except (RuntimeError, NotImplementedError) as error:
-            failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            failure = f"{type(error).__name__}: {first_line(error)}"
     return Proof(method="none", error=failure)
 
 
@@ -138,15 +145,8 @@ def _exponents(
         for axis in axes:
             p = instance.params[axis.param]
             exponent, _ = out.get(axis.param, (torch.zeros_like(p), 0.0))
-            shape = [1] * p.ndim
-            shape[axis.dim] = axis.size
-            if axis.stack is not None:
-                shape[axis.stack] = p.shape[axis.stack]
-            classes = torch.arange(len(direction)) if axis.classes is None else torch.tensor(axis.classes)
-            own = torch.where(classes < 0, 0.0, direction[classes.clamp(min=0)])
-            if axis.stack is not None and axis.stack > axis.dim:
-                own = own.reshape(p.shape[axis.stack], axis.size).T
-            exponent.narrow(axis.dim, axis.start, axis.size).add_(sign * own.reshape(shape))
+            own = spread(per_channel(direction, axis.classes, rest=0.0), axis, p)
+            exponent.narrow(axis.dim, axis.start, axis.size).add_(sign * own)
             out[axis.param] = (exponent, axis.offset)
     return out
 
@@ -170,19 +170,24 @@ def _difference(instance: Instance, exponents: Mapping[str, tuple[Tensor, float]
 
 def signatures(graph: Graph) -> list[tuple]:
     """What each block is made of: modules and symmetries, without sizes and without its own number."""
+    modules: list[list] = [[] for _ in graph.blocks]
+    for name, cls in graph.modules.items():
+        block = graph.block_of(name)
+        if block is not None and name != graph.blocks[block]:
+            modules[block].append((name.removeprefix(graph.blocks[block]), cls))
+    symmetries: list[list] = [[] for _ in graph.blocks]
+    for s in graph.symmetries:
+        block = graph.block_of(_first(s))
+        if block is not None:
+            symmetries[block].append(_shape_of(s, graph.blocks[block]))
     return [
-        (
-            prefix.rpartition(".")[0],
-            tuple((n.removeprefix(prefix), c) for n, c in graph.modules.items() if n.startswith(f"{prefix}.")),
-            tuple(sorted(_shape_of(s, prefix) for s in graph.symmetries if graph.block_of(_first(s)) == index)),
-        )
-        for index, prefix in enumerate(graph.blocks)
+        (prefix.rpartition(".")[0], tuple(own), tuple(sorted(shapes)))
+        for prefix, own, shapes in zip(graph.blocks, modules, symmetries, strict=True)
     ]
 
 
-def keys_of(graph: Graph) -> dict[str, tuple]:
-    """Symmetry -> a key that its counterpart in an instance of other sizes has too."""
-    blocks = signatures(graph)
+def keys_of(graph: Graph, blocks: Sequence[tuple]) -> dict[str, tuple]:
+    """Symmetry -> a key that its counterpart in an instance of other sizes has too. `blocks`: their signatures."""
     keys = {}
     for s in graph.symmetries:
         block = graph.block_of(_first(s))
@@ -213,11 +218,11 @@ def prove_all(graph: Graph, find: Callable[[], Instance | str]) -> dict[str, Pro
         return {
             s.name: Proof(method="none", error=f"no instance to prove it on ({instance})") for s in graph.symmetries
         }
-    narrow_keys = keys_of(instance.graph)
+    narrow_keys = keys_of(instance.graph, signatures(instance.graph))
     counterparts = {narrow_keys[s.name]: s for s in instance.graph.symmetries}
     known: dict[tuple, Proof] = {}
     proofs = {}
-    for name, key in keys_of(graph).items():
+    for name, key in keys_of(graph, signatures(graph)).items():
         if key not in known:
             known[key] = prove(instance, counterparts[key])
         proofs[name] = known[key]
@@ -231,13 +236,13 @@ def prove_mapping(
     instance = find()
     if isinstance(instance, str):
         return None, Proof(method="none", error=f"no instance to prove it on ({instance})")
-    there = {n: _counterpart(graph, instance.graph, n) for n in (producer, *names)}
+    there = _counterparts(graph, instance.graph, (producer, *names))
     proof = Proof(method="none", error=f"{producer} has no counterpart on the narrow instance ({instance.note})")
     for offset in (0.0, 1.0):  # norms multiply by w, or by 1 + w
         ours = named_symmetry(graph, producer, names, offset)
-        if None in there.values() or isinstance(ours, str):
+        if there is None or isinstance(ours, str):
             break
-        theirs = named_symmetry(instance.graph, str(there[producer]), [str(there[n]) for n in names], offset)
+        theirs = named_symmetry(instance.graph, there[0], there[1:], offset)
         if isinstance(theirs, str):
             return None, Proof(method="none", error=theirs)
         proof = prove(instance, theirs)
@@ -246,11 +251,16 @@ def prove_mapping(
     return None, proof
 
 
-def _counterpart(graph: Graph, narrow: Graph, name: str) -> str | None:
-    """The module of the narrow instance that stands for this one."""
-    block = graph.block_of(name)
-    if block is None:
-        return name
-    wanted = signatures(graph)[block]
-    index = next((i for i, found in enumerate(signatures(narrow)) if found == wanted), None)
-    return None if index is None else narrow.blocks[index] + name.removeprefix(graph.blocks[block])
+def _counterparts(graph: Graph, narrow: Graph, names: Iterable[str]) -> list[str] | None:
+    """The modules of the narrow instance that stand for these, None if one of them has none."""
+    ours, theirs = signatures(graph), signatures(narrow)
+    there = []
+    for name in names:
+        block = graph.block_of(name)
+        if block is None:
+            there.append(name)
+        elif ours[block] in theirs:
+            there.append(narrow.blocks[theirs.index(ours[block])] + name.removeprefix(graph.blocks[block]))
+        else:
+            return None
+    return there

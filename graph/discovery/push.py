@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .labels import UNSCALED, Classes, narrow
-from .starts import CONTRACTIONS, Start, is_grouped
+from .starts import BIASED, CONTRACTIONS, Start, is_grouped, operands
 from .trace import WRITTEN, Node, Ref, Trace, Value
 
 _MOVES = {
@@ -95,19 +95,18 @@ class Push:
         """Labels of the node's outputs; pins what it cannot pass."""
         live = dict(self._live(node))
         if live:
-            made = self._pass(index, node, live)
-        elif index not in self.starts:
+            return self._pass(index, node, live)
+        if index not in self.starts:
             return {}
-        if index in self.starts and not live:
-            start, first = self.starts[index]
-            used = [self._use(self.producers, number, label * 2 + first, index) for number, label in start.uses]
-            if not all(used):
-                self.pin(start.label * 2 + first, f"not a plain view of a parameter: {node.name} in {node.module}")
-            return {start.value: start.label * 2 + first}
-        return made
+        start, first = self.starts[index]
+        label = start.label * 2 + first
+        used = [self._use(self.producers, number, own * 2 + first, index) for number, own in start.uses]
+        if not all(used):
+            self.pin(label, f"not a plain view of a parameter: {node.name} in {node.module}")
+        return {start.value: label}
 
     def _live(self, node: Node) -> Iterator[tuple[int, Tensor]]:
-        for number in set(node.inputs) & set(self.labels):
+        for number in node.inputs & self.labels.keys():
             label = self.classes.canonical(self.labels[number])
             if bool((label >= 0).any()):
                 yield number, label
@@ -174,7 +173,7 @@ class Push:
 
     def _is_fixed(self, node: Node) -> bool:
         """What is picked is written in the code."""
-        return set(node.inputs) <= set(self.trace.constants) | {_first(node)}
+        return node.inputs - {_first(node)} <= self.trace.constants.keys()
 
     def _write(self, node: Node, live: dict[int, Tensor]) -> dict[int, Tensor]:
         """Views of memory written in place: their own labels, and those of what was written where they meet."""
@@ -224,8 +223,7 @@ class Push:
         return self._reject(live, node, "a value that is not scaled: ")
 
     def _contract(self, index: int, node: Node, live: dict[int, Tensor]) -> dict[int, Tensor]:
-        args = node.args[1:3] if node.name in ("addmm", "baddbmm") else node.args[:2]
-        left, right = (x.id for x in args)
+        left, right = (x.id for x in operands(node))
         if set(live) - {left, right}:
             return self._reject(live, node)
         if left in live and right in live:
@@ -233,7 +231,7 @@ class Push:
         number, other, inner = (left, right, -1) if left in live else (right, left, -2)
         label = live[number]
         if label.shape[inner] == 1:
-            if node.name in ("addmm", "baddbmm", "_grouped_mm"):
+            if node.name in BIASED or node.name == "_grouped_mm":
                 return self._reject(live, node)
             self.crossed |= self.trace.values[other].param is None
             return {node.outputs[0]: label}

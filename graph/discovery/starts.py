@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .trace import Node, Ref, Trace, Value
 
-CONTRACTIONS = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm"}
+BIASED = {"addmm", "baddbmm"}
+CONTRACTIONS = {"mm", "bmm", "_grouped_mm", *BIASED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ def _start(trace: Trace, index: int, node: Node) -> Start | None:
 
 
 def _linear_start(trace: Trace, index: int, node: Node, parameter) -> Start | None:
-    biased = node.name in ("addmm", "baddbmm")
-    x, w = node.args[1:3] if biased else node.args[:2]
+    biased = node.name in BIASED
+    x, w = operands(node)
     value = parameter(w)
     if value is None or parameter(x) or (biased and parameter(node.args[0]) is None):
         return None
@@ -80,6 +81,12 @@ def _linear_start(trace: Trace, index: int, node: Node, parameter) -> Start | No
             return None  # one bias for a whole stack
         uses.append((node.args[0].id, label.reshape(label.shape[label.ndim - rank :])))
     return Start("linear", index, node.outputs[0], label, tuple(uses))
+
+
+def operands(node: Node) -> tuple[Ref, Ref]:
+    """The two sides of a contraction."""
+    left, right = node.args[1:3] if node.name in BIASED else node.args[:2]
+    return left, right
 
 
 def is_grouped(trace: Trace, node: Node) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 from .._errors import LayoutError
 from ..skeleton import block_prefixes, example_inputs, tied_names
 from ..types import Graph, Linear, Rejection, Site, Symmetry
+from .starts import CONTRACTIONS, operands
 from .symmetries import Found, find_symmetries, module_of
 from .trace import Ref, Trace, trace_forward
 
@@ -83,9 +84,9 @@ def _reads(trace: Trace, linears: Mapping[str, Linear]) -> dict[str, tuple[str, 
     """Linear -> the parameter that is contracted, its contracted dim from the end, and the activation it reads."""
     reads: dict[str, tuple[str, int, int]] = {}
     for node in trace.nodes:
-        if node.name not in ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm"):
+        if node.name not in CONTRACTIONS:
             continue
-        pair = node.args[1:3] if node.name in ("addmm", "baddbmm") else node.args[:2]
+        pair = operands(node)
         for x, w, inner in ((pair[0], pair[1], -2), (pair[1], pair[0], -1)):
             value = trace.values[w.id] if isinstance(w, Ref) else None
             if value is not None and value.param is not None and trace.values[x.id].param is None:
@@ -154,16 +155,12 @@ def _site(graph: Graph, members: Iterable[Linear], producer: str | None, module:
     first = members[0]
     return Site(
         name=first.name,
-        width=fan_in(first),
+        width=first.fan_in,
         linears=tuple(x.name for x in members),
         producer=producer,
         block=graph.block_of(first.name),
         module=module,
     )
-
-
-def fan_in(linear: Linear) -> int:
-    return linear.shape[-2] if linear.transposed else linear.shape[-1]
 
 
 def _with_sites(linears: Mapping[str, Linear], sites: Mapping[str, Site]) -> dict[str, Linear]:

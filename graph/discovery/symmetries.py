@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 
 import torch
 from torch import Tensor
@@ -36,13 +36,13 @@ def find_symmetries(trace: Trace) -> tuple[list[Found], list[Rejection]]:
         push = Push(trace, (start,))
         for node, from_left in push.met:
             met.setdefault(node, ([], []))[0 if from_left else 1].append(start)
-        groups = list(_close(push, trace, users, start.kind))
+        groups = list(_close(push, users, start.kind))
         found += [(start.node, group) for group in groups]
         if not groups:
             rejected.append(_rejection(push, trace, start))
     for left, right in met.values():
         for q, k in product(left, right):
-            groups = list(_close(Push(trace, (q, k)), trace, users, "q_k"))
+            groups = list(_close(Push(trace, (q, k)), users, "q_k"))
             found += [(q.node, group) for group in groups if group.kind == "q_k"]
     found.sort(key=lambda item: item[0])
     unique = {(group.name, group.kind): group for _, group in found}
@@ -65,15 +65,14 @@ def _users_of_params(trace: Trace) -> dict[str, set[int]]:
     return users
 
 
-def _close(push: Push, trace: Trace, users: Mapping[str, set[int]], kind: str) -> Iterator[Found]:
+def _close(push: Push, users: Mapping[str, set[int]], kind: str) -> Iterator[Found]:
     """What is left of a push as symmetries: the channels that scale alone, and those that cancel in pairs."""
     _settle(push, users)
     owner = module_of(push.producers[0].param) if push.producers else ""
     for paired in (False, True):
-        sides = _axes(push, paired)
-        if not sides[0] or not sides[1]:
+        producers, consumers, reads, width = _axes(push, paired)
+        if not producers or not consumers:
             continue
-        (producers, consumers, reads), width = sides[:3], sides[3]
         if paired:
             other = module_of(consumers[0].param)
             yield Found(
@@ -88,15 +87,14 @@ def _close(push: Push, trace: Trace, users: Mapping[str, set[int]], kind: str) -
 def _settle(push: Push, users: Mapping[str, set[int]]) -> None:
     """Pin channels of parameters that are used elsewhere too; make all uses of one parameter agree."""
     uses = [*push.producers, *push.consumers]
-    for a in uses:
-        for b in uses:
-            if a is not b and (a.param, a.dim, a.stack) == (b.param, b.dim, b.stack):
-                if (a.reads is None) != (b.reads is None) or a.offset != b.offset:
-                    push.pin(torch.cat((a.label.reshape(-1), b.label.reshape(-1))), f"{a.param} is used in two ways")
-                elif (a.start, a.label.shape) == (b.start, b.label.shape):
-                    push.classes.merge(a.label, b.label)
-                elif a.start < b.start + b.label.shape[-1] and b.start < a.start + a.label.shape[-1]:
-                    push.pin(torch.cat((a.label.reshape(-1), b.label.reshape(-1))), f"{a.param} is used in two ways")
+    for a, b in combinations(uses, 2):
+        if (a.param, a.dim, a.stack) != (b.param, b.dim, b.stack):
+            continue
+        alike = (a.reads is None, a.offset) == (b.reads is None, b.offset)
+        if alike and (a.start, a.label.shape) == (b.start, b.label.shape):
+            push.classes.merge(a.label, b.label)
+        elif not alike or (a.start < b.start + b.label.shape[-1] and b.start < a.start + a.label.shape[-1]):
+            push.pin(torch.cat((a.label.reshape(-1), b.label.reshape(-1))), f"{a.param} is used in two ways")
     for use in uses:
         ours = {u.node for u in uses if (u.param, u.dim, u.stack) == (use.param, use.dim, use.stack)}
         if push.classes.is_free(use.label) and not users[use.param] <= ours:
@@ -105,40 +103,37 @@ def _settle(push: Push, users: Mapping[str, set[int]]) -> None:
 
 def _axes(push: Push, paired: bool):
     """Axes that take 1/s, axes that take s, activations with their classes, and the number of classes."""
-    uses = {(u.param, u.dim, u.stack, u.start, u.reads is None): u for u in (*push.producers, *push.consumers)}
-    groups = {key: push.classes.group(u.label) for key, u in uses.items()}
-
-    def chosen(key) -> Tensor:
-        low, _, pairs = groups[key]
-        return torch.where(pairs == paired, low, -1)
-
-    made = [chosen(key).reshape(-1) for key in uses if key[-1]]
-    used = [chosen(key).reshape(-1) for key in uses if not key[-1]]
-    names = _classes(push, made)
+    uses = {_key(u): u for u in (*push.producers, *push.consumers)}
+    labels, mirrored = {}, {}
+    for key, u in uses.items():
+        low, mirrored[key], pairs = push.classes.group(u.label)
+        labels[key] = torch.where(pairs == paired, low, -1)
+    names = _classes(push, [labels[key] for key, u in uses.items() if u.reads is None])
     if not paired:  # a class that no consumer takes back is no symmetry
-        names = names & _classes(push, used)
+        names = names & _classes(push, [labels[key] for key, u in uses.items() if u.reads is not None])
     dense = torch.where(names, names.cumsum(0) - 1, -1)  # in the order of the first producer's channels
+    labels = {key: torch.where(label < 0, -1, dense[label.clamp(min=0)]) for key, label in labels.items()}
     count = int(names.sum())
     experts = _experts(push)
     sides: tuple[list[Axis], list[Axis]] = ([], [])
     for key, u in uses.items():
-        label = chosen(key)
-        label = torch.where(label < 0, -1, dense[label.clamp(min=0)])
-        mirrored = groups[key][1]
         for flip in (False, True):
-            own = torch.where(mirrored == flip, label, -1)
+            own = torch.where(mirrored[key] == flip, labels[key], -1)
             if bool((own >= 0).any()):
                 inverse = (u.reads is None) != flip  # what makes a channel takes 1/s, what reads it takes s
                 sides[0 if inverse else 1].append(_axis(u, own, count, experts.get(u.param)))
     reads = []
     for u in push.consumers:
-        label = chosen((u.param, u.dim, u.stack, u.start, False))
-        if u.reads is not None and label.ndim == 1 and not experts:
-            label = torch.where(label < 0, -1, dense[label.clamp(min=0)])
-            if bool((label >= 0).any()):
-                reads.append((u.reads, tuple(label.tolist())))
+        label = labels[_key(u)]
+        if u.reads is not None and label.ndim == 1 and not experts and bool((label >= 0).any()):
+            reads.append((u.reads, tuple(label.tolist())))
     width = count * next(iter(experts.values()), 1)
     return tuple(sides[0]), tuple(sides[1]), tuple(reads), width
+
+
+def _key(u: Use) -> tuple:
+    """What is scaled: uses of the same channels at several nodes are one axis."""
+    return u.param, u.dim, u.stack, u.start, u.reads is None
 
 
 def _classes(push: Push, labels: list[Tensor]) -> Tensor:

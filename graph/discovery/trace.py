@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .._errors import LayoutError
+from .._errors import LayoutError, first_line
 from ..skeleton import tied_names
 
 # Experts are run as one grouped matmul on the tokens sorted by expert: the only way without a data-dependent loop that
@@ -60,10 +60,7 @@ class Node:
     outputs: tuple[int, ...]
     module: str
     name: str  # without overload and namespace; an in-place operator has the name of its functional form
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        return tuple(x.id for x in tree_leaves((self.args, dict(self.kwargs))) if isinstance(x, Ref))
+    inputs: frozenset[int]  # every `Ref` in args and kwargs
 
 
 @dataclass(slots=True)
@@ -147,7 +144,7 @@ def use_plain_operators(model: nn.Module, experts: str) -> None:
 
 
 def _untraceable(recorder: "_Recorder", error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0][:200]
+    first = first_line(error)[:200]
     name = recorder.modules[-1]
     where = f"module {name!r}" if name else "the model's own forward"
     return (
@@ -226,16 +223,17 @@ class _Recorder(TorchDispatchMode):
             if not kwargs.get("alpha"):
                 self._follow_parameter(name, args, refs, made)
             self._follow_constant(func, name, args, made)
-            self._add(Node(func, refs, krefs, tuple(self.number(t) for t in made), self.modules[-1], name))
+            self._add(func, refs, krefs, tuple(self.number(t) for t in made), name)
         return out
 
-    def _add(self, node: Node) -> None:
+    def _add(self, func, args: tuple, kwargs: Mapping[str, Any], outputs: tuple[int, ...], name: str) -> None:
         index = len(self.trace.nodes)
-        for number in set(node.inputs):
+        inputs = frozenset(x.id for x in tree_leaves((args, kwargs)) if isinstance(x, Ref))
+        for number in inputs:
             self.trace.users.setdefault(number, []).append(index)
-        for number in node.outputs:
+        for number in outputs:
             self.trace.makers.setdefault(number, index)
-        self.trace.nodes.append(node)
+        self.trace.nodes.append(Node(func, args, kwargs, outputs, self.modules[-1], name, inputs))
 
     def _mutate(self, func, refs, krefs, args, kwargs, name: str) -> None:
         """An in-place operator makes a new value. Other views of its memory become values of which nothing is known."""
@@ -250,11 +248,11 @@ class _Recorder(TorchDispatchMode):
         new = tuple(self._renumber(t) for t in targets)
         plain = len(targets) == 1 and targets[0] is args[0]
         label = name.removesuffix("_") if plain else f"{name} (writes its arguments)"
-        self._add(Node(func, refs, krefs, new, self.modules[-1], label))
+        self._add(func, refs, krefs, new, label)
         if stale:
             fresh = tuple(self._renumber(t) for t in views)
             origin = (tuple(Ref(n) for n in new), tuple(stale))
-            self._add(Node(func, origin, {}, fresh, self.modules[-1], WRITTEN))
+            self._add(func, origin, {}, fresh, WRITTEN)
 
     def _follow_parameter(self, name: str, args: tuple, refs: tuple, made: list[Tensor]) -> None:
         """A cast or copy of a parameter is that parameter, so is a constant plus it, and so are slices of a stack."""
