@@ -3,6 +3,7 @@
 regauge                                             the demo: smooth and quantize SmolLM2-135M to W8A8, and measure it
 regauge model.path=DIR recipe=smooth_w4a16          another model, another recipe
 regauge -m recipe.stages.smooth.alpha=0.5,0.7,0.9   a sweep; statistics are collected once
+torchrun --nproc-per-node 2 -m regauge placement=fsdp2   the same on two processes that share the model
 regauge job=inspect model.path=DIR                  what can be rescaled, proved: a table, JSON and a picture
 """
 
@@ -31,7 +32,8 @@ def run(config: DictConfig) -> float:
     except (PlanError, LayoutError) as error:
         if _is_sweep():
             raise  # the sweep reports which of its jobs failed
-        print(f"error: {error}", file=sys.stderr)
+        if not _number():  # all processes stop with the same error, or with one that names the first that failed
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -45,9 +47,11 @@ def _oneshot(config: DictConfig) -> float:
         _output_dir(values["output_dir"]),
         values["recipe"],
         evaluation=None if values["evaluation"] is None else data(values["evaluation"], "evaluation"),
+        placement=values["placement"],
         **values["job"]["settings"],
     )
-    print(report.table())
+    if not _number():
+        print(report.table())
     return _finite(report.after.perplexity) if report.after else 0.0
 
 
@@ -97,7 +101,19 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else 1e30
 
 
+def _number() -> int:
+    """The number of this process among those that a launcher started."""
+    return int(os.environ.get("RANK", "0") or 0)
+
+
 def main() -> None:
-    """The console script."""
+    """The console script; under `torchrun` and `accelerate launch` only the first process logs and prints."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # quiet: tokenizers warn when a process forks
+    if _number():
+        sys.argv += [
+            "hydra.run.dir=.",
+            "hydra.output_subdir=null",
+            "hydra/job_logging=none",
+            "hydra/hydra_logging=none",
+        ]
     run()

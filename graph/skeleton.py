@@ -84,10 +84,12 @@ def skeleton(config: Any) -> nn.Module:
             raise LayoutError(f"model type {config.model_type!r} cannot be built from its config: {error}") from error
 
 
-def new_model(config: Any) -> nn.Module:
-    """An instance on the current device, with ties."""
+def new_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:
+    """An instance on the current device, with ties; in the config's dtype unless one is given."""
     cls: Any = model_class(config)
-    model: nn.Module = cls._from_config(config)  # what AutoModel.from_config calls for the class that it chose
+    settings = {} if dtype is None else {"dtype": dtype}
+    # what AutoModel.from_config calls for the class that it chose
+    model: nn.Module = cls._from_config(config, **settings)
     return model.eval()
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Graph, LayoutError
-from ..graph.adapters import Shards, require_finite
+from ..graph.adapters import Shards, everyones, rank, require_finite, together, world
 from ..graph.build import PROOFS, build_graph
 from ..graph.skeleton import load_config
 from ..transforms import QuantArgs, Scheme, formats_of, must_untie
@@ -72,7 +71,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 def fingerprint(checkpoint: Checkpoint, progress: Callable[[int], object] | None = None) -> str:
     """sha256 over the names, dtypes, shapes and bytes of all tensors; refuses NaN and infinite weights on the way.
 
-    Does not depend on how tensors are spread over files.
+    Does not depend on how tensors are spread over files. Collective: each rank reads its share.
     """
 
     def digest(name: str) -> str:
@@ -88,9 +87,12 @@ def fingerprint(checkpoint: Checkpoint, progress: Callable[[int], object] | None
             return inner.hexdigest()
 
     names = sorted(checkpoint.params)
-    with ThreadPoolExecutor(max_workers=2) as pool:  # hashing releases the interpreter
-        digests = list(pool.map(digest, names))
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    mine = names[rank() :: world()]
+    # hashing releases the interpreter
+    with together("checking weights"), ThreadPoolExecutor(max_workers=2) as pool:
+        told = dict(zip(mine, pool.map(digest, mine), strict=True))
+    digests = {name: text for share in everyones(told, "checking weights") for name, text in share.items()}
+    return hashlib.sha256("\n".join(digests[name] for name in names).encode()).hexdigest()
 
 
 def copy_side_files(source: Path, target: Path) -> tuple[str, ...]:
@@ -180,51 +182,3 @@ def _args_config(args: QuantArgs | None) -> dict[str, Any] | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the whole new one."""
-    scratch = path.with_name(path.name + ".tmp")
-    with open(scratch, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
-
-
-def partial_folder(output_dir: Path, overwrite: bool) -> Path:
-    """An empty `OUT.partial` beside the output folder. Raises `LayoutError` when the output exists."""
-    if output_dir.exists() and not overwrite:
-        raise LayoutError(f"output_dir: {output_dir} exists; choose another folder or pass overwrite_output_dir=true")
-    if output_dir.exists() and not (output_dir.is_dir() and _replaceable(output_dir)):
-        raise LayoutError(f"output_dir: {output_dir} is not a folder that this program wrote; it is not overwritten")
-    partial = output_dir.with_name(output_dir.name + ".partial")
-    if partial.exists():
-        if not (partial / ".regauge-partial").exists():
-            raise LayoutError(f"output_dir: {partial} exists and is not ours; move it away")
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    (partial / ".regauge-partial").touch()
-    return partial
-
-
-def _replaceable(folder: Path) -> bool:
-    return (folder / "regauge.json").is_file() or not any(folder.iterdir())
-
-
-def finish(partial: Path, output_dir: Path) -> None:
-    """Give the finished folder its name. An old folder of that name is moved aside until the new one is in place."""
-    (partial / ".regauge-partial").unlink()
-    old = output_dir.with_name(output_dir.name + ".old")
-    if output_dir.exists():
-        if old.exists():
-            shutil.rmtree(old)
-        os.rename(output_dir, old)
-    os.rename(partial, output_dir)
-    parent = os.open(output_dir.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -1,6 +1,9 @@
 """Measure a model: perplexity, and how far its predictions are from another model's."""
 
+import contextlib
+import io
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..graph import LayoutError
+from ..graph.adapters import everyones, rank, world
 from ..graph.skeleton import model_class, read_config
 from .data import Data, batches, sequences
 
@@ -65,11 +69,11 @@ def compare(
     batch_size: int = 4,
     progress: Callable[[int], object] | None = None,
 ) -> Evaluation:
-    """`evaluate` on token ids."""
+    """`evaluate` on token ids. Collective: each rank runs its share of the batches."""
     totals = torch.zeros(3, dtype=torch.float64)
     tokens = 0
     with torch.inference_mode():
-        for batch in batches(ids, batch_size):
+        for batch in list(batches(ids, batch_size))[rank() :: world()]:
             mask = batch.attention_mask
             given = None if bool(mask.all()) else mask
             logits = _logits(model, batch.input_ids, given)
@@ -82,6 +86,9 @@ def compare(
                 tokens += n - 1
             if progress is not None:
                 progress(len(batch.index))
+    shares = everyones((totals.tolist(), tokens), "measuring")
+    totals = torch.tensor([share for share, _ in shares], dtype=torch.float64).sum(0)
+    tokens = sum(count for _, count in shares)
     if not tokens:
         raise LayoutError("evaluate: no token to predict; sequences need at least two tokens")
     nll, kl, same = (totals / tokens).tolist()
@@ -126,6 +133,24 @@ def load_model(model: str | Path | nn.Module) -> nn.Module:
         return cls.from_pretrained(str(model), dtype="auto").eval()
     except ImportError as error:
         raise LayoutError(f"{model}: transformers needs another package to load it: {error}") from error
+
+
+def load_quietly(folder: Path, warm: bool = False) -> nn.Module:
+    """Load without the loaders' own progress bars, which would break ours; what they say of a failure is shown.
+
+    `warm` sends one token through the model, at which compressed-tensors decodes weights, with a bar.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            model = load_model(folder)
+            if warm:
+                with torch.inference_mode():
+                    model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+        return model
+    except BaseException:
+        sys.stderr.write(said.getvalue())
+        raise
 
 
 def load_tokenizer(folder: str | Path) -> Any:

@@ -1,58 +1,36 @@
-"""The main job: calibrate once, equalize, quantize, write a checkpoint, measure it."""
+"""The main job: calibrate once, equalize, quantize, write a checkpoint, measure it. On one process or on many."""
 
 import contextlib
-import hashlib
 import importlib.metadata
 import importlib.util
-import io
 import logging
 import os
 import platform
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from ..graph import LayoutError, PlanError
-from ..graph.adapters import ShardWriter, execute
+from ..graph.adapters import everyones, rank, together, world
+from ..graph.adapters.partial import check_target, tidy, write_json
 from ..graph.skeleton import is_causal_lm, model_class, reads_tokens_alone
-from ..transforms import (
-    Encode,
-    Params,
-    Plan,
-    Step,
-    Transform,
-    chain,
-    dequantize,
-    must_untie,
-    plan,
-    split_key,
-)
-from .checkpoint import (
-    Checkpoint,
-    copy_side_files,
-    fingerprint,
-    finish,
-    open_checkpoint,
-    partial_folder,
-    quantized_config,
-    read_json,
-    write_json,
-)
+from ..transforms import Encode, Plan, Transform, chain, must_untie, plan, split_key
+from .checkpoint import Checkpoint, fingerprint, open_checkpoint, quantized_config, read_json
 from .data import Data, sequences
-from .evaluate import Evaluation, compare, load_model, load_tokenizer
-from .plots import can_plot, plot_ranges, plot_sqnr
+from .evaluate import Evaluation, compare, load_quietly, load_tokenizer
+from .placement import Placement, make_placement, process_group, resolve
+from .plots import can_plot, plot_peaks, plot_sqnr
 from .recipes import load_recipe
-from .report import LinearRow, Report, peak_memory
+from .report import Report, peak_memory
 from .smollm2 import model_folder
-from .statistics import collect, statistics_key
+from .statistics import collect, read_statistics, statistics_key
+from .writing import Written, hashes_of, open_partial, require_room, run_key, write_tensors
 
 _log = logging.getLogger(__name__)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -60,11 +38,26 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Calibration:
-    """Statistics, their key, and the sequences they came from; all empty when the recipe needs none."""
+    """Statistics, their key, and the hash of the model that they are of; no statistics when the recipe needs none."""
 
+    model_hash: str
     stats: Mapping[str, Tensor]
     key: str | None
     reused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """Everything that a run needs, checked."""
+
+    checkpoint: Checkpoint
+    planned: Plan
+    recipe: Mapping[str, Any]
+    given: Mapping[str, Tensor] | None
+    ids: list
+    held_out: list
+    max_seq_length: int
+    batch_size: int
 
 
 def oneshot(
@@ -81,16 +74,22 @@ def oneshot(
     batch_size: int | None = None,
     max_shard_size: int | str = "5GB",
     evaluation: Data | None = None,
+    statistics: str | Path | Mapping[str, Tensor] | None = None,
     reuse_statistics: bool = True,
+    placement: Placement | str | Mapping[str, Any] = "auto",
     plots: bool = True,
 ) -> Report:
     """Equalize and quantize a checkpoint, and write one that transformers and vLLM load.
+
+    The same call works under `torchrun` and `accelerate launch`: calibration samples, tensors to write and text to
+    measure on are dealt to the processes, and the folder has the same bytes. A run that was killed is taken up again by
+    the same call: what it has written and journalled is compared and kept.
 
     Args:
       model: a checkpoint folder of safetensors, or "smollm2", the demo model.
       dataset: calibration text, by name or path, or a `Data`. Read only if the recipe needs statistics.
       output_dir: the folder to write. It must not exist unless `overwrite_output_dir`; work goes on in
-        `OUTPUT_DIR.partial`, which is renamed at the end.
+        `OUTPUT_DIR.partial`, which is renamed at the end. All processes must reach it by this path.
       recipe: a packaged name, a YAML file, a mapping, or a `Transform`.
       splits: `{"calibration": "train"}`, or the split's name.
       concatenate_data: join documents and cut the stream; None joins plain text and leaves rows as they are.
@@ -98,66 +97,154 @@ def oneshot(
       batch_size: sequences in one forward; None takes about 2048 tokens.
       max_shard_size: largest file, in bytes or as "5GB".
       evaluation: text on which to measure the model before and after; None does not measure.
+      statistics: statistics from elsewhere, as a dict or a safetensors file; then no data is read.
       reuse_statistics: take statistics of the same model on the same tokens from the cache, and keep them there.
+      placement: where the model lives during calibration: "whole", "stream" (layer by layer from disk), "fsdp1",
+        "fsdp2", a `Placement` with settings, or "auto".
       plots: draw plots into the output folder where matplotlib is installed.
 
     Returns:
-      What was done, measured and left out. The same is in `report.json`, and what makes the bytes in `regauge.json`.
+      What was done, measured and left out, on every process. The same is in `report.json`, and what makes the bytes in
+      `regauge.json`.
 
-    Raises `PlanError` or `LayoutError` before any work when the recipe, the model, the data or the folder are wrong.
+    Raises `PlanError` or `LayoutError` before any work when the recipe, the model, the data or the folder are wrong, on
+    all processes.
     """
-    seconds: dict[str, float] = {}
-    with _phase(seconds, "check"):
+    settings = make_placement(placement)
+    with process_group(settings):
+        placed = resolve(settings)
+        target = Path(everyones(str(Path(output_dir).absolute()) if world() > 1 else str(output_dir), "starting")[0])
+        seconds: dict[str, float] = {}
+        with _phase(seconds, "check"):
+            with together("check"):
+                limit = parse_size(max_shard_size)
+                data = _calibration_data(dataset, splits, concatenate_data, num_calibration_samples, max_seq_length)
+            job = _check(model, recipe, data, target, overwrite_output_dir, evaluation, statistics, batch_size)
+        with _phase(seconds, "calibrate"):
+            calibration = _calibrate(job, placed, reuse_statistics)
+        key = run_key(job.planned, calibration.stats, calibration.model_hash, limit)
+        partial = open_partial(target, key, overwrite_output_dir)
+        try:
+            with _phase(seconds, "write"), progress_bar(_bytes(job.planned.source), "writing", "B") as bar:
+                written = write_tensors(job.checkpoint, job.planned, calibration.stats, partial, limit, bar.update)
+                hashes = hashes_of(partial.folder)
+            report = _report(job, calibration, written, target, model, placed, seconds)
+            with together("finishing the folder"):
+                if rank() == 0:
+                    report = _finish(job, calibration, written, report, hashes, partial.folder, plots)
+                    partial.finish()
+        finally:
+            partial.close()
+        if job.held_out:
+            with _phase(seconds, "evaluate"):
+                before, after = _evaluate(job.checkpoint.folder, target, job.held_out)
+            report = replace(report, before=before, after=after, seconds=seconds, peak_memory=_peak())
+            if rank() == 0:
+                write_json(target / "report.json", report.to_json())
+        return everyones(report, "finishing")[0]
+
+
+def _check(model, recipe, data: Data, target: Path, overwrite, evaluation, statistics, batch_size) -> _Job:
+    """Everything that can be wrong, before any work."""
+    with together("check"):
         transform, description = load_recipe(recipe)
-        limit = parse_size(max_shard_size)
-        target = Path(output_dir)
-        _check_output(target, overwrite_output_dir)
-        source = model_folder(model)
-        checkpoint = open_checkpoint(source)
+        if target.exists() and rank() == 0:
+            tidy(target)
+        check_target(target, overwrite)
+        _check_parent(target)
+    source, checkpoint = _in_turn(lambda: _open(model))
+    with together("check"):
         planned = plan_output(transform, checkpoint)
-        data = _calibration_data(dataset, splits, concatenate_data, num_calibration_samples, max_seq_length)
-        tokenizer = load_tokenizer(source) if planned.needs or evaluation else None
-        ids = sequences(data, tokenizer) if planned.needs else []
+        require_room(target, planned)
+        given = None if statistics is None else _given(statistics, planned)
+        calibrated = bool(planned.needs) and given is None
+        tokenizer = load_tokenizer(source) if calibrated or evaluation else None
+        ids = sequences(data, tokenizer) if calibrated else []
         held_out = sequences(evaluation, tokenizer) if evaluation else []
-        _check_model(checkpoint, bool(planned.needs), bool(held_out))
+        _check_model(checkpoint, calibrated, bool(held_out))
         if held_out and planned.schemes:
             _require("compressed_tensors", "measuring the written checkpoint")
-    with _phase(seconds, "calibrate"):
-        size = batch_size or max(1, 2048 // data.max_seq_length)
-        calibration = _calibrate(checkpoint, planned, ids, size, reuse_statistics)
-    partial = partial_folder(target, overwrite_output_dir)
-    with _phase(seconds, "write"):
-        rows, final = _write(checkpoint, planned, calibration, partial, limit)
-        config = quantized_config(read_json(source / "config.json"), checkpoint.graph, _integer_schemes(planned))
-        write_json(partial / "config.json", config)
-        pictures = _plot(rows, calibration.stats, final, checkpoint, partial) if plots else ()
-        write_json(partial / "regauge.json", _provenance(description, planned, calibration, partial))
-    report = Report(
+    return _Job(
+        checkpoint=checkpoint,
+        planned=planned,
+        recipe=description,
+        given=given,
+        ids=ids,
+        held_out=held_out,
+        max_seq_length=data.max_seq_length,
+        batch_size=batch_size or max(1, 2048 // data.max_seq_length),
+    )
+
+
+def _open(model: str | Path) -> tuple[Path, Checkpoint]:
+    source = model_folder(model)
+    return source, open_checkpoint(source)
+
+
+def _in_turn(work):
+    """The first rank works before the others, which then find its files: the demo model, the proofs."""
+    result = None
+    for turn in (rank() == 0, rank() != 0):
+        with together("check"):
+            if turn:
+                result = work()
+    return result
+
+
+def _given(statistics: str | Path | Mapping[str, Tensor], planned: Plan) -> Mapping[str, Tensor]:
+    """The statistics of the user, which must be those that the plan needs."""
+    if not isinstance(statistics, Mapping) and not Path(statistics).is_file():
+        raise LayoutError(f"statistics: {statistics}: no such file; expected a safetensors file of `observe`'s result")
+    stats = statistics if isinstance(statistics, Mapping) else read_statistics(Path(statistics))
+    missing = [key for key in planned.needs if key not in stats]
+    if missing:
+        raise LayoutError(
+            f"statistics: {missing[0]} is missing ({len(missing)} of {len(planned.needs)} that are needed)"
+        )
+    return {key: stats[key] for key in planned.needs}
+
+
+def _report(job: _Job, calibration, written: Written, target: Path, model, placed: Placement, seconds) -> Report:
+    return Report(
         output_dir=str(target),
         model=str(model),
-        model_type=checkpoint.config.model_type,
-        recipe=description,
-        num_samples=len(ids),
-        max_seq_length=data.max_seq_length,
+        model_type=job.checkpoint.config.model_type,
+        recipe=job.recipe,
+        placement=placed.kind,
+        processes=world(),
+        num_samples=len(job.ids),
+        max_seq_length=job.max_seq_length,
         statistics_key=calibration.key,
         statistics_reused=calibration.reused,
-        bytes_before=sum(p.nbytes for p in checkpoint.params.values()),
-        bytes_after=sum(p.nbytes for p in planned.target.values()),
-        linears=rows,
-        unquantized=_unquantized(checkpoint, planned),
-        dead_channels=_dead_channels(planned, calibration.stats),
+        cells_resumed=written.resumed,
+        bytes_before=_bytes(job.checkpoint.params),
+        bytes_after=_bytes(job.planned.target),
+        linears=written.rows,
+        unquantized=_unquantized(job.checkpoint, job.planned),
+        dead_channels=_dead_channels(job.planned, calibration.stats),
         seconds=seconds,
-        peak_memory=peak_memory(),
-        plots=tuple(str(target / name) for name in pictures),
+        peak_memory=_peak(),
     )
-    write_json(partial / "report.json", report.to_json())
-    finish(partial, target)
-    if held_out:
-        with _phase(seconds, "evaluate"):
-            before, after = _evaluate(source, target, held_out)
-        report = replace(report, before=before, after=after, seconds=seconds, peak_memory=peak_memory())
-        write_json(target / "report.json", report.to_json())
+
+
+def _finish(job: _Job, calibration, written: Written, report: Report, hashes, folder: Path, plots: bool) -> Report:
+    """What stands beside the tensors; the config comes last but for the reports, so that nothing loads half a model."""
+    original = read_json(job.checkpoint.folder / "config.json")
+    pictures = _plot(written, job.checkpoint, folder) if plots else ()
+    write_json(folder / "config.json", quantized_config(original, job.checkpoint.graph, _integer_schemes(job.planned)))
+    write_json(folder / "regauge.json", _provenance(job.recipe, job.planned, calibration, hashes))
+    report = replace(report, plots=tuple(str(Path(report.output_dir) / name) for name in pictures))
+    write_json(folder / "report.json", report.to_json())
     return report
+
+
+def _bytes(params: Mapping[str, Tensor]) -> int:
+    return sum(p.nbytes for p in params.values())
+
+
+def _peak() -> int:
+    """The largest peak of all processes."""
+    return max(everyones(peak_memory(), "finishing"))
 
 
 def _check_model(checkpoint: Checkpoint, calibrated: bool, evaluated: bool) -> None:
@@ -194,85 +281,49 @@ def parse_size(size: int | str) -> int:
 
 
 def progress_bar(total: int, what: str, unit: str) -> tqdm:
-    """A bar with rate and ETA; silent when the output is not a terminal."""
-    return tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B", disable=None, leave=False)
+    """A bar with rate and ETA; silent when the output is not a terminal, and on all processes but the first."""
+    quiet = True if rank() else None
+    return tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B", disable=quiet, leave=False)
 
 
-def _calibrate(checkpoint: Checkpoint, planned: Plan, ids: list, batch_size: int, reuse: bool) -> _Calibration:
-    with progress_bar(sum(p.nbytes for p in checkpoint.params.values()), "checking weights", "B") as bar:
-        model_hash = fingerprint(checkpoint, bar.update)
-    if not planned.needs:
-        return _Calibration(stats={}, key=None, reused=False)
-    key = statistics_key(model_hash, ids)
-    with progress_bar(len(ids), "calibrating", "sequence") as bar:
+def _calibrate(job: _Job, placed: Placement, reuse: bool) -> _Calibration:
+    with progress_bar(_bytes(job.checkpoint.params) // world(), "checking weights", "B") as bar:
+        model_hash = fingerprint(job.checkpoint, bar.update)
+    if job.given is not None or not job.planned.needs:
+        return _Calibration(model_hash=model_hash, stats=job.given or {}, key=None, reused=False)
+    key = statistics_key(model_hash, job.ids)
+    with progress_bar(len(job.ids) // world(), "calibrating", "sequence") as bar:
         stats, reused = collect(
             key,
-            planned.needs,
-            checkpoint.graph,
-            ids,
-            lambda: _load_quietly(checkpoint.folder),
-            batch_size=batch_size,
+            job.planned.needs,
+            job.checkpoint,
+            job.ids,
+            placed,
+            batch_size=job.batch_size,
             reuse=reuse,
             progress=bar.update,
         )
-    return _Calibration(stats=stats, key=key, reused=reused)
-
-
-def _write(
-    checkpoint: Checkpoint, planned: Plan, calibration: _Calibration, partial: Path, limit: int
-) -> tuple[tuple[LinearRow, ...], dict[str, Tensor]]:
-    """Side files, then all tensors. Returns a row for each rounded weight, and the statistics after all edits."""
-    copy_side_files(checkpoint.folder, partial)
-    rows: list[LinearRow] = []
-    writer = ShardWriter(partial, planned.target, limit)
-    try:
-        with progress_bar(sum(p.nbytes for p in planned.source.values()), "writing", "B") as bar:
-            final = execute(
-                planned,
-                checkpoint.shards,
-                writer,
-                calibration.stats,
-                progress=bar.update,
-                on_step=lambda step, before, after: rows.extend(_sqnr_rows(step, before, after)),
-            )
-        writer.close()
-    finally:
-        writer.abort()
-    return tuple(rows), final
-
-
-def _sqnr_rows(step: Step, before: Params, after: Params) -> Iterator[LinearRow]:
-    """A row for the module of a quantizing step (not for the others that read the same tensor)."""
-    if not step.schemes:
-        return
-    name, scheme = next(iter(step.schemes.items()))
-    weight = step.reads[0]
-    w, q = before[weight].float(), after[weight]
-    if not q.dtype.is_floating_point:
-        scale, zeros = after[f"{weight}_scale"], after.get(f"{weight}_zero_point")
-        q = dequantize(q, scale, zeros, scheme.weights, torch.float32)
-    noise, signal = (w - q.float()).square().sum(), w.square().sum()
-    db = 10 * torch.log10(signal / noise.clamp(min=1e-30)) if signal > 0 else torch.tensor(0.0)
-    yield LinearRow(name=name, scheme=scheme.label, sqnr_db=round(float(db), 3))
+    return _Calibration(model_hash=model_hash, stats=stats, key=key, reused=reused)
 
 
 def _evaluate(source: Path, target: Path, ids: list) -> tuple[Evaluation, Evaluation]:
-    reference, quantized = _load_quietly(source), _load_quietly(target, warm=True)
+    reference, quantized = load_quietly(source), load_quietly(target, warm=True)
     with progress_bar(2 * len(ids), "measuring", "sequence") as bar:
         before = compare(reference, ids, progress=bar.update)
         after = compare(quantized, ids, reference=reference, progress=bar.update)
     return before, after
 
 
-def _plot(rows, before: Mapping[str, Tensor], after: Mapping[str, Tensor], checkpoint: Checkpoint, folder: Path):
+def _plot(written: Written, checkpoint: Checkpoint, folder: Path) -> tuple[str, ...]:
     if not can_plot():
         _log.info("no plots: they need matplotlib, pip install 'regauge[plot]'")
         return ()
     names = []
-    if rows:
-        plot_sqnr(rows, checkpoint.graph, folder / "sqnr.png")
+    if written.rows:
+        plot_sqnr(written.rows, checkpoint.graph, folder / "sqnr.png")
         names.append("sqnr.png")
-    if plot_ranges(before, after, folder / "ranges.png"):
+    if written.peaks:
+        plot_peaks(written.peaks, folder / "ranges.png")
         names.append("ranges.png")
     return tuple(names)
 
@@ -308,15 +359,16 @@ def _dead_channels(planned: Plan, stats: Mapping[str, Tensor]) -> dict[str, int]
     return {site: count for site, count in counts.items() if count}
 
 
-def _provenance(recipe: Mapping[str, Any], planned: Plan, calibration: _Calibration, folder: Path) -> dict[str, Any]:
+def _provenance(recipe: Mapping[str, Any], planned: Plan, calibration: _Calibration, hashes: Mapping) -> dict[str, Any]:
     """What determines the bytes of the output, and their hashes. No times: equal inputs give equal files."""
     packages = ("regauge", "torch", "transformers", "safetensors")
     return {
         "recipe": recipe,
         "steps": [step.name for step in planned.steps],
+        "model": calibration.model_hash,
         "statistics_key": calibration.key,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
-        "sha256": {path.name: _sha256(path) for path in sorted(folder.glob("*.safetensors"))},
+        "sha256": hashes,
     }
 
 
@@ -327,14 +379,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_output(target: Path, overwrite: bool) -> None:
-    if target.exists() and not overwrite:
-        raise LayoutError(f"output_dir: {target} exists; choose another folder or pass overwrite_output_dir=true")
+def _check_parent(target: Path) -> None:
     parent = next(p for p in target.absolute().parents if p.exists())
     if not os.access(parent, os.W_OK):
         raise LayoutError(f"output_dir: {parent} is not writable")
@@ -352,24 +397,6 @@ def _calibration_data(dataset: str | Data, splits, concatenate: bool | None, sam
 def _require(package: str, purpose: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise LayoutError(f"{purpose} needs the package {package}: pip install 'regauge[demo]'")
-
-
-def _load_quietly(folder: Path, warm: bool = False) -> nn.Module:
-    """Load without the loaders' own progress bars, which would break ours; what they say of a failure is shown.
-
-    `warm` sends one token through the model, at which compressed-tensors decodes weights, with a bar.
-    """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            model = load_model(folder)
-            if warm:
-                with torch.inference_mode():
-                    model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
-        return model
-    except BaseException:
-        sys.stderr.write(said.getvalue())
-        raise
 
 
 @contextlib.contextmanager

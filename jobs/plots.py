@@ -7,7 +7,6 @@ from pathlib import Path
 from torch import Tensor
 
 from ..graph import Graph
-from ..transforms import split_key
 from .report import LinearRow
 
 
@@ -34,34 +33,18 @@ def plot_sqnr(rows: Sequence[LinearRow], graph: Graph, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def plot_ranges(before: Mapping[str, Tensor], after: Mapping[str, Tensor], path: Path) -> bool:
-    """Peak of each channel before and after equalization, for up to four of the edited sites. False if none was."""
+def plot_peaks(peaks: Mapping[str, tuple[Tensor, Tensor]], path: Path) -> None:
+    """Peak of each channel before and after equalization, for each site."""
     from matplotlib.figure import Figure
 
-    edited = [key for key in before if _peaks(key, before[key]) is not None and not before[key].equal(after[key])]
-    if not edited:
-        return False
-    picks = [edited[round(i * (len(edited) - 1) / 3)] for i in range(4)] if len(edited) > 4 else edited
-    picks = list(dict.fromkeys(picks))
-    figure = Figure(figsize=(9, 2.2 * len(picks)), layout="constrained")
-    for axes, key in zip(figure.subplots(len(picks), squeeze=False)[:, 0], picks, strict=True):
-        old, new = _peaks(key, before[key]), _peaks(key, after[key])
-        assert old is not None
-        assert new is not None
+    figure = Figure(figsize=(9, 2.2 * len(peaks)), layout="constrained")
+    for axes, (site, (old, new)) in zip(figure.subplots(len(peaks), squeeze=False)[:, 0], peaks.items(), strict=True):
         order = old.argsort(descending=True)
         axes.plot(old[order].numpy(), linewidth=1, label="before")
         axes.plot(new[order].numpy(), linewidth=0.7, label="after")
-        axes.set(yscale="log", ylabel="peak |x|", title=split_key(key)[1])
+        axes.set(yscale="log", ylabel="peak |x|", title=site)
         axes.title.set_fontsize(9)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     axes.set_xlabel("channel, in the order of its peak before")
     figure.savefig(path, dpi=120)
-    return True
-
-
-def _peaks(key: str, state: Tensor) -> Tensor | None:
-    kind = split_key(key)[0].name
-    if kind == "absmax":
-        return state
-    return state[1] - state[0] if kind == "range" else None

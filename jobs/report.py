@@ -22,16 +22,20 @@ class LinearRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The outcome of `oneshot`. Sizes in bytes, times in seconds, memory in bytes (peak of the whole process)."""
+    """The outcome of `oneshot`. Sizes in bytes, times in seconds, memory in bytes (peak of a whole process,
+    the largest of all)."""
 
     output_dir: str
     model: str
     model_type: str
     recipe: Mapping[str, Any]
+    placement: str
+    processes: int
     num_samples: int
     max_seq_length: int
     statistics_key: str | None
     statistics_reused: bool
+    cells_resumed: int
     bytes_before: int
     bytes_after: int
     linears: tuple[LinearRow, ...]
@@ -64,7 +68,10 @@ class Report:
         reused = " (statistics reused)" if self.statistics_reused else ""
         parts = ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
         rows.append(("seconds", f"{sum(self.seconds.values()):.1f} = {parts}{reused}"))
-        rows.append(("peak memory", _mb(self.peak_memory)))
+        if self.cells_resumed:
+            rows.append(("taken up again", f"{self.cells_resumed} cells that an earlier run had finished"))
+        many = f" in each of {self.processes} processes, {self.placement}" if self.processes > 1 else ""
+        rows.append(("peak memory", _mb(self.peak_memory) + many))
         rows += [("plot", path) for path in self.plots]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

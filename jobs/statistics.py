@@ -10,12 +10,15 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..graph import Graph
-from ..graph.observe import observe
+from ..graph.adapters import everyones, load_sharded, load_whole, observe_sharded, rank, world
+from ..graph.observe import Batch, observe
 from .cache import cache_dir
+from .checkpoint import Checkpoint
 from .data import batches
+from .evaluate import load_quietly
+from .placement import Placement, threads
 
 _log = logging.getLogger(__name__)
 _FORMAT = 1  # of the statistics themselves; raise it when a kind changes its meaning
@@ -29,13 +32,13 @@ def statistics_key(model: str, sequences: Sequence[Sequence[int]]) -> str:
     return digest.hexdigest()
 
 
-def read_statistics(path: Path, key: str) -> dict[str, Tensor]:
-    """Statistics from a file; empty when there is none, it is damaged, or it is of other inputs."""
+def read_statistics(path: Path, key: str | None = None) -> dict[str, Tensor]:
+    """Statistics from a file; empty when there is none, it is damaged, or it is not of `key`."""
     if not path.is_file():
         return {}
     try:
         with safe_open(path, "pt") as file:
-            if (file.metadata() or {}).get("key") != key:
+            if key is not None and (file.metadata() or {}).get("key") != key:
                 return {}
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
@@ -54,21 +57,44 @@ def write_statistics(path: Path, key: str, stats: Mapping[str, Tensor]) -> None:
 def collect(
     key: str,
     needs: Sequence[str],
-    graph: Graph,
+    checkpoint: Checkpoint,
     sequences: Sequence[Sequence[int]],
-    load: Callable[[], nn.Module],
+    placement: Placement,
     *,
     batch_size: int,
     reuse: bool = True,
     progress: Callable[[int], object] | None = None,
 ) -> tuple[dict[str, Tensor], bool]:
-    """The statistics `needs`, and whether all came from the cache. `load` makes the model, only when it is needed."""
+    """The statistics `needs`, and whether all came from the cache. Collective: equal on all ranks."""
     path = cache_dir("statistics") / f"{key[:32]}.safetensors"
-    known = read_statistics(path, key) if reuse else {}
+    known = read_statistics(path, key) if reuse and rank() == 0 else {}
+    known = everyones(known, "reading statistics")[0]
     missing = [name for name in needs if name not in known]
     if missing:
-        fresh = observe(load(), batches(sequences, batch_size), missing, graph, progress=progress)
+        with threads(placement.threads):
+            fresh = calibrate(checkpoint, list(batches(sequences, batch_size)), missing, placement, progress)
         known = {**known, **fresh}
-        if reuse:
+        if reuse and rank() == 0:
             write_statistics(path, key, known)
     return {name: known[name] for name in needs}, not missing
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    every: Sequence[Batch],
+    needs: Sequence[str],
+    placement: Placement,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, Tensor]:
+    """One pass over all batches, which are dealt to the ranks; every rank gets the statistics of all of them."""
+    mine, graph, shards = every[rank() :: world()], checkpoint.graph, checkpoint.shards
+    if placement.kind == "stream":
+        from ..graph.adapters.streaming import observe_streamed
+
+        return observe_streamed(checkpoint.config, shards, mine, needs, graph, progress=progress)
+    if placement.is_sharded:
+        model = load_sharded(checkpoint.config, shards, placement.sharding)
+        return observe_sharded(model, mine, needs, graph, progress=progress)
+    if world() > 1:
+        return observe_sharded(load_whole(checkpoint.config, shards), mine, needs, graph, progress=progress)
+    return observe(load_quietly(checkpoint.folder), mine, needs, graph, progress=progress)

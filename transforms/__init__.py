@@ -32,6 +32,7 @@ from ._scheme import PRESETS as PRESETS
 from ._scheme import QuantArgs as QuantArgs
 from ._scheme import Scheme as Scheme
 from ._scheme import make_scheme as make_scheme
+from ._signature import signature as signature
 from ._smooth import LogEqualize as LogEqualize
 from ._smooth import Rescale as Rescale
 from ._smooth import SmoothQuant as SmoothQuant

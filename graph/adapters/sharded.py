@@ -4,10 +4,8 @@ Everything here is collective: all ranks call it together, with the same transfo
 statistics. One cell is gathered at a time; what the ranks hold is compared before anything is edited.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,8 @@ from ..types import Graph
 from ._base import Source
 from .execute import run_cell
 from .fsdp import Fsdp, canonical
-from .shards import ShardWriter
+from .ranks import agree
+from .ranks import together as _together
 
 
 def apply_sharded(
@@ -51,7 +50,7 @@ def apply_sharded(
         _keeps_layout(planned)
         known = dict(stats or {})
         check_inputs(planned, store.specs(), known)
-        _agree(planned, known)
+        agree(planned, known)
         with torch.no_grad():
             for cell in planned.cells:
                 if cell.steps:
@@ -98,21 +97,6 @@ def _keeps_layout(planned: Plan) -> None:
             )
 
 
-def _agree(planned: Plan, stats: Mapping[str, Tensor]) -> None:
-    """Raise on every rank unless all hold the same plan and statistics."""
-    digest = hashlib.sha256(repr([(s.name, s.reads, sorted(s.writes), s.needs) for s in planned.steps]).encode())
-    for key in planned.needs:
-        digest.update(key.encode() + stats[key].detach().cpu().contiguous().numpy().tobytes())
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, digest.hexdigest())
-    odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
-    if odd:
-        raise LayoutError(
-            f"ranks {', '.join(map(str, odd))} planned other steps or hold other statistics than rank 0; give every "
-            "rank the same transform, and statistics from observe_sharded, which are equal on all"
-        )
-
-
 @contextmanager
 def _named(step: str) -> Iterator[None]:
     """Errors of collectives (a rank that died, a timeout) say which cell they were at."""
@@ -120,84 +104,6 @@ def _named(step: str) -> Iterator[None]:
         yield
     except (RuntimeError, dist.DistBackendError) as error:
         raise LayoutError(f"rank {dist.get_rank()}: {step}: {error}") from error
-
-
-def execute_sharded(
-    planned: Plan,
-    source: Source,
-    folder: str | Path,
-    stats: Mapping[str, Tensor] | None = None,
-    *,
-    max_shard_size: int = 5_000_000_000,
-    progress: Callable[[int], object] | None = None,
-) -> None:
-    """Run a plan on all ranks together into one folder of safetensors: the same bytes as `execute` writes.
-
-    Cells are dealt to ranks by size; each rank computes its own and writes them at their place in the common files, so
-    no rank holds more than one cell beside its shards. From a sharded model (`Fsdp`) every cell is gathered for its
-    owner; from `Shards` each rank reads only its own cells. The folder must exist, empty, on a file system that all
-    ranks share. `progress` is called with the bytes of each cell that this rank did.
-
-    Raises `LayoutError` on all ranks when one of them fails, naming it.
-    """
-    known = dict(stats or {})
-    check_inputs(planned, source.specs(), known)
-    _agree(planned, known)
-    rank, owners = dist.get_rank(), _deal(planned)
-    writer: Any = None
-    for turn in (rank == 0, rank != 0):  # one lays the files out, then the others join
-        with _together():
-            if turn:
-                writer = ShardWriter(folder, planned.target, max_shard_size, join=rank != 0)
-    collective = isinstance(source, Fsdp)
-    with torch.no_grad():
-        for cell, owner in zip(planned.cells, owners, strict=True):
-            if collective:
-                with _together(), source.read(cell.reads) as params:
-                    if owner == rank:
-                        _compute(cell, dict(params), known, writer, progress)
-            elif owner == rank:
-                with source.read(cell.reads) as params:
-                    _compute(cell, dict(params), known, writer, progress)
-    mine = [name for cell, owner in zip(planned.cells, owners, strict=True) if owner == rank for name in cell.writes]
-    with _together():
-        writer.close(mine)
-
-
-def _compute(cell: Cell, params: dict[str, Tensor], known: dict[str, Tensor], writer: ShardWriter, progress) -> None:
-    size = sum(p.nbytes for p in params.values())
-    run_cell(cell, params, dict(known))
-    writer.write({name: params[name] for name in cell.writes})
-    if progress is not None:
-        progress(size)
-
-
-def _deal(planned: Plan) -> list[int]:
-    """The rank of each cell: the largest first, each to the rank that has least so far. The same on every rank."""
-    sizes = [sum(planned.source[name].nbytes for name in cell.reads) for cell in planned.cells]
-    load = [0] * dist.get_world_size()
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owners[index] = load.index(min(load))
-        load[owners[index]] += max(sizes[index], 1)
-    return owners
-
-
-@contextmanager
-def _together() -> Iterator[None]:
-    """Collective: an error on one rank is raised on all of them, so that none waits for it."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    bad = [rank for rank, text in enumerate(said) if text is not None]
-    if bad:
-        raise LayoutError(f"rank {bad[0]} failed, and all stop: {said[bad[0]]}")
 
 
 def observe_sharded(

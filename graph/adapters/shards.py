@@ -90,14 +90,7 @@ class Shards:
     def _load(self, name: str) -> Tensor:
         if name not in self._entries:
             raise LayoutError(f"{self.folder}: no tensor {name}")
-        entry = self._entries[name]
-        # plain reads rather than a memory map: mapped pages would count as resident for the whole run
-        buffer = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
-        if buffer.numel():
-            with open(entry.file, "rb", buffering=0) as file:
-                file.seek(entry.start)
-                _read_into(file, buffer.numpy().data, entry.file, name)
-        return buffer.view(entry.dtype).reshape(entry.shape)
+        return _load(self._entries[name], name)
 
 
 class ShardWriter:
@@ -108,8 +101,10 @@ class ShardWriter:
       specs: the tensors to come, in the order in which they are laid out.
       max_shard_size: bytes of tensors in one file, unless a single tensor is larger.
       join: write into files that another process has laid out from the same specs, which is checked.
+      resume: keep files of the same layout that are there already, with what they hold; make the others.
 
     `close` writes the index (when there is more than one file) and raises `LayoutError` if a tensor was never written.
+    A full disk is a `LayoutError`, too: before any work where the file system can reserve room.
     """
 
     def __init__(
@@ -119,9 +114,11 @@ class ShardWriter:
         max_shard_size: int = 5_000_000_000,
         *,
         join: bool = False,
+        resume: bool = False,
     ):
         self.folder = Path(folder)
         self.joined = join
+        self._resume = resume
         groups = _group(specs, max_shard_size)
         many = len(groups) > 1
         self._entries: dict[str, _Entry] = {}
@@ -147,7 +144,7 @@ class ShardWriter:
         text += b" " * (-len(text) % 8)
         head = len(text).to_bytes(8, "little") + text
         base = len(head)
-        if self.joined:
+        if self.joined or (self._resume and _is_laid_out(path, head, base + offset)):
             self._join(path, head, base + offset)
         else:
             self._create(path, head, base + offset)
@@ -162,11 +159,12 @@ class ShardWriter:
             self.abort()
             raise LayoutError(f"{path}: cannot be written: {error.strerror}") from error
         self._files[path] = handle
-        os.write(handle, head)
         try:
             os.posix_fallocate(handle, 0, size)  # a full disk is found before the work, not after it
+            os.pwrite(handle, head, 0)
         except OSError as error:
             self.abort()
+            path.unlink()  # gives back what was reserved
             raise LayoutError(f"{path}: no room for {size:,} bytes: {error.strerror}") from error
 
     def _join(self, path: Path, head: bytes, size: int) -> None:
@@ -180,6 +178,10 @@ class ShardWriter:
             self.abort()
             raise LayoutError(f"{path}: laid out for other tensors than this process planned")
 
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """What the files hold at the places of these tensors, written or not."""
+        return {name: _load(self._entries[name], name) for name in names}
+
     def write(self, params: Mapping[str, Tensor]) -> None:
         for name, p in params.items():
             entry = self._entries[name]
@@ -187,7 +189,10 @@ class ShardWriter:
                 raise LayoutError(f"{name}: laid out as {entry.dtype} {entry.shape}, got {p.dtype} {tuple(p.shape)}")
             if p.numel():
                 data = p.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-                _write_from(self._files[entry.file], data, entry.start)
+                try:
+                    _write_from(self._files[entry.file], data, entry.start)
+                except OSError as error:
+                    raise LayoutError(f"{entry.file}: {name} cannot be written: {error.strerror}") from error
             self._pending.discard(name)
 
     def close(self, mine: Iterable[str] | None = None) -> None:
@@ -202,7 +207,9 @@ class ShardWriter:
             weight_map = {name: entry.file.name for name, entry in sorted(self._entries.items())}
             total = sum(entry.stop - entry.start for entry in self._entries.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            scratch = self.folder / (INDEX + ".tmp")
+            scratch.write_text(json.dumps(index, indent=2) + "\n")
+            os.replace(scratch, self.folder / INDEX)
 
     def abort(self) -> None:
         """Close the files without any claim that they are complete."""
@@ -314,6 +321,25 @@ def _group(specs: Mapping[str, Tensor], limit: int) -> list[list[str]]:
         groups[-1].append(name)
         used += size
     return groups
+
+
+def _is_laid_out(path: Path, head: bytes, size: int) -> bool:
+    """True for a file of this header and length."""
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size == size and file.read(len(head)) == head
+    except OSError:
+        return False
+
+
+def _load(entry: _Entry, name: str) -> Tensor:
+    # plain reads rather than a memory map: mapped pages would count as resident for the whole run
+    buffer = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+    if buffer.numel():
+        with open(entry.file, "rb", buffering=0) as file:
+            file.seek(entry.start)
+            _read_into(file, buffer.numpy().data, entry.file, name)
+    return buffer.view(entry.dtype).reshape(entry.shape)
 
 
 def _read_into(file, view: memoryview, path: Path, name: str) -> None:

@@ -256,8 +256,10 @@ def test_a_failure_while_writing_keeps_the_old_output_and_leaves_a_recognisable_
 
 def test_a_foreign_partial_folder_is_not_removed(llama, run, tmp_path):
     (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").write_text("mine")
     with pytest.raises(LayoutError, match="is not ours"):
         run(llama, recipe="rtn_w8a8")
+    assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(("size", "expected"), [(10, 10), ("5GB", 5_000_000_000), ("1.5 mb", 1_500_000), ("7", 7)])
