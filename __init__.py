@@ -12,6 +12,7 @@ from .graph.adapters import apply_sharded as apply_sharded
 from .graph.adapters import execute as execute
 from .graph.adapters import execute_sharded as execute_sharded
 from .graph.adapters import observe_sharded as observe_sharded
+from .graph.adapters import observe_streamed as observe_streamed
 from .graph.build import build_graph as build_graph
 from .graph.observe import Batch as Batch
 from .graph.observe import observe as observe

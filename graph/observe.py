@@ -49,7 +49,7 @@ def observe(
     if not by_site:
         return {}
     taps = Taps(by_site, graph)
-    body = _body(model, by_site)
+    body = body_of(model, by_site)
     with tapped(model, dict(model.named_modules()), taps, graph), torch.inference_mode():
         for batch in batches:
             taps.start(batch)
@@ -91,7 +91,7 @@ def kinds_by_site(keys: Iterable[str], graph: Graph) -> dict[str, dict[str, Kind
     return by_site
 
 
-def _body(model: nn.Module, sites: Iterable[str]) -> nn.Module:
+def body_of(model: nn.Module, sites: Iterable[str]) -> nn.Module:
     """The model without its head, unless a site lies in the head."""
     prefix = getattr(model, "base_model_prefix", "")
     body = getattr(model, prefix, model) if prefix else model
@@ -101,13 +101,20 @@ def _body(model: nn.Module, sites: Iterable[str]) -> nn.Module:
 class Taps:
     """The states of all statistics, and where in the current forward we are.
 
-    `whole`: let every forward run to its end, as sharded models must. `paused`: count nothing.
+    `whole`: let every forward run to its end, as sharded models must. `paused`: count nothing. `apart`: keep what each
+    batch adds to a sum, instead of the sum, so that ranks can add it in the order of one process.
     """
 
-    def __init__(self, by_site: Mapping[str, Mapping[str, Kind]], graph: Graph, whole: bool = False):
+    def __init__(
+        self, by_site: Mapping[str, Mapping[str, Kind]], graph: Graph, whole: bool = False, apart: bool = False
+    ):
         self.by_site = by_site
         self.whole = whole
         self.paused = False
+        self.number = 0
+        self.apart: dict[str, dict[int, list[Tensor]]] = {}
+        if apart:
+            self.apart = {key: {} for kinds in by_site.values() for key, kind in kinds.items() if not kind.exact}
         self.states = {
             key: kind.init(graph.sites[site].width) for site, kinds in by_site.items() for key, kind in kinds.items()
         }
@@ -116,8 +123,10 @@ class Taps:
         self.tokens = dict.fromkeys(by_site, 0)
         self.batches = 0
 
-    def start(self, batch: Batch) -> None:
+    def start(self, batch: Batch, number: int = 0) -> None:
+        """The next activations are of this batch, the `number`-th of this process."""
         self.seen.clear()
+        self.number = number
         # row numbers depend on the sequence and the position alone, so that samples do not depend on the batching
         rows = batch.index[:, None] * _POSITIONS + torch.arange(batch.input_ids.shape[1])
         keep = batch.attention_mask.reshape(-1).bool()
@@ -159,7 +168,11 @@ class Taps:
             x_TC = x_TC[self.keep]
         self.tokens[site] += x_TC.shape[0]
         for key, kind in self.by_site[site].items():
-            self.states[key] = kind.update(self.states[key], x_TC, rows)
+            if key in self.apart:
+                fresh = kind.update(kind.init(x_TC.shape[1]), x_TC, rows)
+                self.apart[key].setdefault(self.number, []).append(fresh)
+            else:
+                self.states[key] = kind.update(self.states[key], x_TC, rows)
 
     def result(self) -> dict[str, Tensor]:
         if not self.batches:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..graph.adapters import everyones, load_sharded, load_whole, observe_sharded, rank, world
+from ..graph.adapters import everyones, load_sharded, load_whole, observe_sharded, observe_streamed, rank, world
 from ..graph.observe import Batch, observe
 from .cache import cache_dir
 from .checkpoint import Checkpoint
@@ -89,12 +89,11 @@ def calibrate(
     """One pass over all batches, which are dealt to the ranks; every rank gets the statistics of all of them."""
     mine, graph, shards = every[rank() :: world()], checkpoint.graph, checkpoint.shards
     if placement.kind == "stream":
-        from ..graph.adapters.streaming import observe_streamed
-
-        return observe_streamed(checkpoint.config, shards, mine, needs, graph, progress=progress)
+        return observe_streamed(checkpoint.config, shards, mine, needs, graph, in_order=world() > 1, progress=progress)
     if placement.is_sharded:
         model = load_sharded(checkpoint.config, shards, placement.sharding)
-        return observe_sharded(model, mine, needs, graph, progress=progress)
+        return observe_sharded(model, mine, needs, graph, in_order=True, progress=progress)
     if world() > 1:
-        return observe_sharded(load_whole(checkpoint.config, shards), mine, needs, graph, progress=progress)
+        whole = load_whole(checkpoint.config, shards)
+        return observe_sharded(whole, mine, needs, graph, in_order=True, progress=progress)
     return observe(load_quietly(checkpoint.folder), mine, needs, graph, progress=progress)

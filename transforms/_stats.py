@@ -7,7 +7,7 @@ included (exact up to 2^24).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,11 @@ class Kind(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def exact(self) -> bool:
+        """True where merging in any order gives the same bits."""
+        ...
+
     def init(self, width: int, device: torch.device | str = "cpu") -> Tensor: ...
     def update(self, state: Tensor, x_TC: Tensor, rows_T: Tensor) -> Tensor: ...
     def merge(self, a: Tensor, b: Tensor) -> Tensor: ...
@@ -31,6 +36,7 @@ class AbsMax:
     """max_t |x_tc|, shape (C,). Exact: no rounding happens whatever the order."""
 
     name: str = "absmax"
+    exact: ClassVar[bool] = True
 
     def init(self, width: int, device: torch.device | str = "cpu") -> Tensor:
         return torch.zeros(width, device=device)
@@ -53,6 +59,7 @@ class Range:
     """Minimum and maximum over tokens, shape (2, C). Exact. An empty state is (+inf, -inf)."""
 
     name: str = "range"
+    exact: ClassVar[bool] = True
 
     def init(self, width: int, device: torch.device | str = "cpu") -> Tensor:
         low = torch.full((1, width), float("inf"), device=device)
@@ -75,6 +82,7 @@ class MeanAbs:
     """Sum over tokens of |x_tc|, with the number of tokens last: shape (C + 1,). `mean` divides them."""
 
     name: str = "meanabs"
+    exact: ClassVar[bool] = False
 
     def init(self, width: int, device: torch.device | str = "cpu") -> Tensor:
         return torch.zeros(width + 1, device=device)
@@ -99,6 +107,7 @@ class Gram:
     """X^T X over tokens, with the number of tokens in an extra last row: shape (C + 1, C)."""
 
     name: str = "gram"
+    exact: ClassVar[bool] = False
 
     def init(self, width: int, device: torch.device | str = "cpu") -> Tensor:
         return torch.zeros(width + 1, width, device=device)
@@ -123,6 +132,7 @@ class Sample:
     """
 
     name: str = "sample"
+    exact: ClassVar[bool] = True
     size: int = 256
     seed: int = 0
 

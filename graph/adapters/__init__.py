@@ -18,5 +18,6 @@ from .sharded import apply_sharded as apply_sharded
 from .sharded import observe_sharded as observe_sharded
 from .shards import Shards as Shards
 from .shards import ShardWriter as ShardWriter
+from .streaming import observe_streamed as observe_streamed
 from .wrapping import Sharding as Sharding
 from .wrapping import load_sharded as load_sharded

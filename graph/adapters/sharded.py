@@ -4,6 +4,7 @@ Everything here is collective: all ranks call it together, with the same transfo
 statistics. One cell is gathered at a time; what the ranks hold is compared before anything is edited.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,17 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...transforms import Plan, Transform, plan, split_key
+from ...transforms import Plan, Transform, plan
 from ...transforms._plan import Cell, check_inputs
 from .._errors import LayoutError
 from ..build import build_graph
 from ..observe import Batch, Taps, kinds_by_site, tapped
 from ..types import Graph
-from ._base import Source
 from .execute import run_cell
 from .fsdp import Fsdp, canonical
+from .merging import merge
 from .ranks import agree
-from .ranks import together as _together
 
 
 def apply_sharded(
@@ -112,34 +112,50 @@ def observe_sharded(
     keys: Iterable[str],
     graph: Graph,
     *,
+    in_order: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, Tensor]:
     """`observe` on a sharded model: each rank gives its own batches, every rank gets the statistics of all of them.
 
     Ranks may have different numbers of batches, or none: those that have fewer run along on a filler that is not
-    counted. States are merged in the order of ranks, so maxima, ranges and samples equal those of one process on all
-    batches exactly, and sums differ by the order of summation only, the same way every time.
+    counted. Maxima, ranges and samples equal those of one process on all batches exactly. Sums are added up rank by
+    rank, the same way every time, and differ from one process by float32 summation. With `in_order` they equal, to the
+    bit, those of one process on the batches dealt in turn (the first of each rank, then the second of each), which
+    takes the memory of one state for each batch.
 
     Raises as `observe` does, on all ranks.
     """
     by_site = kinds_by_site(keys, graph)
     if not by_site:
         return {}
-    taps = Taps(by_site, graph, whole=True)
+    taps = Taps(by_site, graph, whole=True, apart=in_order)
+    settings = _headless(model, by_site)
     modules = {canonical(name): module for name, module in model.named_modules()}
     mine = list(batches)
     with tapped(model, modules, taps, graph), torch.no_grad():
         for number in range(_most(len(mine))):
             taps.paused = number >= len(mine)
             batch = _FILLER if taps.paused else mine[number]
-            taps.start(batch)
-            model(input_ids=batch.input_ids, attention_mask=taps.padding(batch), use_cache=False)
+            taps.start(batch, number)
+            model(input_ids=batch.input_ids, attention_mask=taps.padding(batch), use_cache=False, **settings)
             if not taps.paused:
                 taps.finish()
                 if progress is not None:
                     progress(len(batch.index))
-    _merge(taps)
+    merge(taps)
     return taps.result()
+
+
+def _headless(model: nn.Module, sites: Iterable[str]) -> dict[str, int]:
+    """A setting of the forward with which it makes one row of logits only, where no site lies in the head.
+
+    Leaving the head out altogether is not possible: a wrapped model gathers its parameters in its own forward.
+    """
+    inner = getattr(model, "module", model)
+    prefix = getattr(inner, "base_model_prefix", "")
+    known = inspect.signature(inner.forward).parameters
+    inside = bool(prefix) and all(site.startswith(f"{prefix}.") for site in sites)
+    return {"logits_to_keep": 1} if inside and "logits_to_keep" in known else {}
 
 
 _PAIR = torch.zeros(1, 2, dtype=torch.long)
@@ -151,18 +167,3 @@ def _most(count: int) -> int:
     value = torch.tensor(count)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return int(value)
-
-
-def _merge(taps: Taps) -> None:
-    """Replace the states of this rank by those of all ranks, merged in the order of ranks."""
-    counts = torch.tensor([taps.batches, *taps.tokens.values()])
-    dist.all_reduce(counts)
-    taps.batches, *tokens = counts.tolist()
-    taps.tokens = dict(zip(taps.tokens, tokens, strict=True))
-    for key, state in taps.states.items():
-        parts = [torch.empty_like(state) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, state.contiguous())
-        merged = parts[0]
-        for part in parts[1:]:
-            merged = split_key(key)[0].merge(merged, part)
-        taps.states[key] = merged

@@ -66,13 +66,12 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="session")
-def make_folder(tokenizer, tmp_path_factory):
-    """Write a random model of a kind and dtype into a folder of its own; the same seed every time."""
+def make_folder_of(tokenizer):
+    """Write a random model of a config and dtype into a folder; the same seed every time."""
 
-    def make(kind: str = "llama", dtype: torch.dtype = torch.bfloat16, **save) -> Path:
-        folder = tmp_path_factory.mktemp(kind)
+    def make(config, folder: Path, dtype: torch.dtype = torch.bfloat16, **save) -> Path:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(CONFIGS[kind]).to(dtype)
+        model = AutoModelForCausalLM.from_config(config).to(dtype)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if p.ndim == 1 and "bias" not in name:  # norms that differ from one, so that folding them shows
@@ -82,6 +81,14 @@ def make_folder(tokenizer, tmp_path_factory):
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_folder(make_folder_of, tmp_path_factory):
+    """The same by kind, into a folder of its own."""
+    return lambda kind="llama", *args, **save: make_folder_of(
+        CONFIGS[kind], tmp_path_factory.mktemp(kind), *args, **save
+    )
 
 
 @pytest.fixture(scope="session")
