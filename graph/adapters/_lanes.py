@@ -33,7 +33,7 @@ class Lane:
     def __init__(self, forward: Callable[[], object]):
         self._inbox: SimpleQueue = SimpleQueue()
         self._outbox: SimpleQueue = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=(forward,), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(forward,), daemon=True, name="lane")
         self._thread.start()
 
     @property
