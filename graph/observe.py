@@ -43,9 +43,10 @@ def observe(
     `progress` is called with the number of sequences of each finished batch.
 
     Raises `PlanError` for a key without a site and `LayoutError` when an activation is not finite, when a site sees no
-    token, or when there is no batch.
+    token, when there is no batch, or for a model that FSDP wraps.
     """
     by_site = kinds_by_site(keys, graph)
+    _refuse_wrapped(model)
     if not by_site:
         return {}
     taps = Taps(by_site, graph)
@@ -76,6 +77,15 @@ def tapped(model: nn.Module, modules: Mapping[str, nn.Module], taps: "Taps", gra
             handle.remove()
         for module, training in modes.items():
             module.training = training
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    classes = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    if classes & {"FullyShardedDataParallel", "FSDPModule"}:
+        raise LayoutError(
+            f"{type(model).__name__} is sharded by FSDP, and `observe` would leave out its hooks and the other ranks; "
+            "use observe_sharded(model, ...)"
+        )
 
 
 def kinds_by_site(keys: Iterable[str], graph: Graph) -> dict[str, dict[str, Kind]]:

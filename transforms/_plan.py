@@ -45,6 +45,7 @@ def plan(transform: Transform, specs: Params, graph: Graph) -> Plan:
     Raises `PlanError` with all problems at once: names, shapes, dtypes, group sizes, patterns that match nothing,
     statistics without a site, statistics that do not survive an earlier edit.
     """
+    _refuse_shards(specs)
     source = {name: _meta(p) for name, p in specs.items()}
     steps = transform.plan(source, graph)
     needs = tuple(dict.fromkeys(key for step in steps for key in step.needs))
@@ -96,6 +97,7 @@ def run_step(step: Step, params: dict[str, Tensor], stats: dict[str, Tensor]) ->
 
 def check_inputs(plan: Plan, params: Params, stats: Stats) -> None:
     """Raise `LayoutError` unless `params` and `stats` are what `plan` was made for."""
+    _refuse_shards(params)
     problems = [f"tensor {name} is missing" for name in plan.source if name not in params]
     for name, want in plan.source.items():
         got = params.get(name)
@@ -114,6 +116,15 @@ def check_inputs(plan: Plan, params: Params, stats: Stats) -> None:
         )
     if problems:
         raise LayoutError("\n".join(problems))
+
+
+def _refuse_shards(params: Params) -> None:
+    for name, p in params.items():
+        if type(p).__name__ in ("DTensor", "FlatParameter"):  # told by name: torch.distributed is the adapters' own
+            raise LayoutError(
+                f"{name} is a {type(p).__name__}, a shard of a wrapped model; use apply_sharded(transform, model), or "
+                "plan on Fsdp(model).specs()"
+            )
 
 
 def _meta(p: Tensor) -> Tensor:

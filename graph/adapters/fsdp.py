@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .._errors import LayoutError
+from ._swapped import refuse_swapped
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -50,7 +51,7 @@ class Fsdp:
         self.aliases: dict[str, str] = {}
         self._entries = _entries_of(model, self.aliases)
         self._pending = _Pending()
-        self._handle = model.register_forward_hook(self._pending.note)
+        self._handles = [model.register_forward_hook(self._pending.note), refuse_swapped(model)]
 
     def specs(self) -> dict[str, Tensor]:
         return {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in self._entries.items()}
@@ -90,8 +91,9 @@ class Fsdp:
                 self._entries[name].scatter(p.detach())
 
     def close(self) -> None:
-        """Take the store's hook off the model."""
-        self._handle.remove()
+        """Take the store's hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
 
     def _settle(self) -> None:
         if self._pending.alive():
@@ -220,7 +222,7 @@ def _sharded_entry(model: nn.Module, raw: str, p: nn.Parameter) -> _Entry:
 
     def gather() -> Tensor:
         value = current()
-        return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach().clone()
+        return _whole(value) if isinstance(value, DTensor) else value.detach().clone()
 
     def scatter(whole: Tensor) -> None:
         value = current()
@@ -235,6 +237,24 @@ def _sharded_entry(model: nn.Module, raw: str, p: nn.Parameter) -> _Entry:
             value.copy_(whole)
 
     return _Entry(tuple(p.shape), p.dtype, gather, scatter)
+
+
+def _whole(value: Any) -> Tensor:
+    """A DTensor's numbers from all ranks. Floats of one byte travel as integers, which every backend can send."""
+    from torch.distributed.tensor import DTensor
+
+    value = value.detach()
+    if value.dtype.itemsize > 1 or not value.dtype.is_floating_point:
+        whole: Tensor = value.full_tensor()
+        return whole
+    codes = DTensor.from_local(
+        value.to_local().view(torch.uint8),
+        value.device_mesh,
+        value.placements,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+    return codes.full_tensor().view(value.dtype)
 
 
 def _flat_entries(model: nn.Module, aliases: dict[str, str]) -> dict[str, _Entry]:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from .._errors import LayoutError
+from .fsdp import is_sharded
 
 
 class Memory:
@@ -16,7 +17,12 @@ class Memory:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Memory":
-        """The parameters of a module, detached and shared with it. Never edited in place by this library."""
+        """The parameters of a module, detached and shared with it. Never edited in place by this library.
+
+        Raises `LayoutError` for a model that FSDP wraps, whose parameters are shards.
+        """
+        if is_sharded(model):
+            raise LayoutError(f"{type(model).__name__} is sharded by FSDP, and holds parts only; use Fsdp(model)")
         return cls({name: p.detach() for name, p in model.named_parameters()})
 
     def specs(self) -> dict[str, Tensor]:

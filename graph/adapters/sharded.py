@@ -5,12 +5,10 @@ statistics. One cell is gathered at a time; what the ranks hold is compared befo
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...transforms import Plan, Transform, plan
@@ -22,7 +20,7 @@ from ..types import Graph
 from .execute import run_cell
 from .fsdp import Fsdp, canonical
 from .merging import merge
-from .ranks import agree
+from .ranks import agree, everyones, named, together
 
 
 def apply_sharded(
@@ -61,7 +59,7 @@ def apply_sharded(
 
 
 def _edit(cell: Cell, store: Fsdp, known: dict[str, Tensor], progress: Callable[[int], object] | None) -> None:
-    with _named(cell.steps[0].name), store.read(cell.reads) as params:
+    with named(cell.steps[0].name), store.read(cell.reads) as params:
         size = sum(p.nbytes for p in params.values())
         before = dict(params)
         run_cell(cell, params, known)  # raises before anything is written, so that a bad cell is left as it was
@@ -97,15 +95,6 @@ def _keeps_layout(planned: Plan) -> None:
             )
 
 
-@contextmanager
-def _named(step: str) -> Iterator[None]:
-    """Errors of collectives (a rank that died, a timeout) say which cell they were at."""
-    try:
-        yield
-    except (RuntimeError, dist.DistBackendError) as error:
-        raise LayoutError(f"rank {dist.get_rank()}: {step}: {error}") from error
-
-
 def observe_sharded(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -125,19 +114,26 @@ def observe_sharded(
 
     Raises as `observe` does, on all ranks.
     """
-    by_site = kinds_by_site(keys, graph)
+    with together("calibration"):
+        wanted = list(keys)
+        by_site = kinds_by_site(wanted, graph)
+        mine = list(batches)
+    told = everyones((wanted, len(mine)), "calibration")
+    if any(other != wanted for other, _ in told):
+        raise LayoutError("calibration: ranks ask for different statistics; give all of them the same keys")
     if not by_site:
         return {}
     taps = Taps(by_site, graph, whole=True, apart=in_order)
     settings = _headless(model, by_site)
     modules = {canonical(name): module for name, module in model.named_modules()}
-    mine = list(batches)
+    most = max(count for _, count in told)
     with tapped(model, modules, taps, graph), torch.no_grad():
-        for number in range(_most(len(mine))):
+        for number in range(most):
             taps.paused = number >= len(mine)
             batch = _FILLER if taps.paused else mine[number]
             taps.start(batch, number)
-            model(input_ids=batch.input_ids, attention_mask=taps.padding(batch), use_cache=False, **settings)
+            with named(f"calibration, batch {number + 1} of {most}"):
+                model(input_ids=batch.input_ids, attention_mask=taps.padding(batch), use_cache=False, **settings)
             if not taps.paused:
                 taps.finish()
                 if progress is not None:
@@ -160,10 +156,3 @@ def _headless(model: nn.Module, sites: Iterable[str]) -> dict[str, int]:
 
 _PAIR = torch.zeros(1, 2, dtype=torch.long)
 _FILLER = Batch(input_ids=_PAIR, attention_mask=torch.ones_like(_PAIR), index=torch.zeros(1, dtype=torch.long))
-
-
-def _most(count: int) -> int:
-    """The largest count of all ranks."""
-    value = torch.tensor(count)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return int(value)

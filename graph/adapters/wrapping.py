@@ -10,6 +10,7 @@ from torch import nn
 from .._errors import PlanError
 from ..skeleton import block_prefixes
 from ._base import Source
+from ._swapped import refuse_swapped
 from .loading import Places, fill, hollow, inside, places_of
 
 
@@ -52,8 +53,9 @@ def load_sharded(config: Any, source: Source, sharding: Sharding) -> nn.Module:
         parent, leaf = parents[id(unit)]
         setattr(parent, leaf, wrap(unit))
     fill(model, places, source, [name for name in places if name not in loaded])
-    whole: nn.Module = wrap(model)
-    return whole.eval()
+    whole: nn.Module = wrap(model).eval()
+    refuse_swapped(whole)
+    return whole
 
 
 def _is_closed(places: Places, unit: nn.Module) -> bool:
