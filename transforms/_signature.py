@@ -22,7 +22,9 @@ def signature(plan: Plan, stats: Stats) -> tuple[str, bool]:
     for step in plan.steps:
         text, whole = _describe(step.fn)
         exact &= whole
-        digest.update(repr((step.name, step.reads, sorted(step.writes), step.needs, step.drops, text)).encode())
+        schemes = _describe(step.schemes)[0]
+        facts = (step.name, step.reads, sorted(step.writes), step.needs, step.drops, schemes, step.fake, text)
+        digest.update(repr(facts).encode())
     for specs in (plan.source, plan.target):
         digest.update(repr([(name, str(p.dtype), tuple(p.shape)) for name, p in specs.items()]).encode())
     for key in plan.needs:

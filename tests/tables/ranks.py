@@ -1,4 +1,4 @@
-"""Tests on several processes: a function runs on every rank of a gloo group, forked from the test."""
+"""Tests on several processes: a function runs on every rank of a gloo group, forked from the test; what they wrote."""
 
 import datetime
 import os
@@ -25,3 +25,8 @@ def on_ranks(world, work, *args, timeout=120):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mp.start_processes(_run, (world, port, timeout, work, args), nprocs=world, start_method="fork")
+
+
+def contents(folder):
+    """Name -> bytes of an output folder, but for the report, which holds seconds."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "report.json"}
