@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -115,13 +116,21 @@ def sqnr_rows(step: Step, before: Params, after: Params) -> Iterator[LinearRow]:
         return
     name, scheme = next(iter(step.schemes.items()))
     weight = step.reads[0]
-    w, q = before[weight].float(), after[weight]
-    if not q.dtype.is_floating_point:
-        scale, zeros = after[f"{weight}_scale"], after.get(f"{weight}_zero_point")
-        q = dequantize(q, scale, zeros, scheme.weights, torch.float32)
-    noise, signal = (w - q.float()).square().sum(), w.square().sum()
-    db = 10 * torch.log10(signal / noise.clamp(min=1e-30)) if signal > 0 else torch.tensor(0.0)
-    yield LinearRow(name=name, scheme=scheme.label, sqnr_db=round(float(db), 3))
+    w, codes = before[weight], after[weight]
+    scale, zeros = after.get(f"{weight}_scale"), after.get(f"{weight}_zero_point")
+    noise = signal = 0.0
+    rows = max(1, (1 << 18) // max(1, w.shape[-1]))
+    for start in range(0, w.shape[0], rows):  # a few rows at a time, which stay in the processor's cache
+        cut = slice(start, start + rows)
+        x, q = w[cut].float(), codes[cut]
+        if scale is not None:
+            own = scale[cut] if scale.shape[0] == w.shape[0] else scale
+            zero = zeros[cut] if zeros is not None and zeros.shape[0] == w.shape[0] else zeros
+            q = dequantize(q, own, zero, scheme.weights, torch.float32)
+        signal += float(x.square().sum())
+        noise += float((x - q.float()).square_().sum())
+    db = 10 * math.log10(signal / max(noise, 1e-30)) if signal > 0 else 0.0
+    yield LinearRow(name=name, scheme=scheme.label, sqnr_db=round(db, 3))
 
 
 def hashes_of(folder: Path) -> dict[str, str]:

@@ -15,9 +15,8 @@ of the scale's dtype (eps) as its scale.
 import torch
 from torch import Tensor
 
+from ._rows import absmax, in_rows, is_plain
 from ._scheme import QuantArgs
-
-_ROWS_BYTES = 1 << 20  # float32 rows handled at once: they stay in the second-level cache, three times faster
 
 
 def quantization_parameters(w: Tensor, args: QuantArgs, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -31,28 +30,32 @@ def quantization_parameters(w: Tensor, args: QuantArgs, scale_dtype: torch.dtype
     Returns:
       scale of shape (1,), (O, 1) or (O, G), and a zero point alike in int8, or None when symmetric.
     """
-    grouped = _grouped(w, args)
-    low, high = _extremes(grouped, args)
+    if args.symmetric and args.strategy == "channel" and w.ndim == 2:
+        high = absmax(w, 0)[:, None].float()
+        return _from_extremes(-high, high, args, scale_dtype)
+    low, high = _extremes(_grouped(w, args), args)
     return _from_extremes(low, high, args, scale_dtype)
 
 
 def quantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantArgs) -> Tensor:
     """Codes of `w` on the grid of `scale` and `zero_point`: int8 of the shape of `w`."""
-    rows = max(1, _ROWS_BYTES // (4 * max(1, w.shape[-1])))
-    if w.device.type == "meta" or w.shape[0] <= rows:
+
+    def codes(w: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
         return _codes(w, scale, zero_point, args).to(torch.int8)
-    scales = scale.expand(w.shape[0], -1) if args.strategy == "tensor" else scale
-    zeros = [None] * len(w.split(rows)) if zero_point is None else _rows(zero_point, w, args).split(rows)
-    parts = zip(w.split(rows), scales.split(rows), zeros, strict=True)
-    return torch.cat([_codes(x, s, z, args).to(torch.int8) for x, s, z in parts])
+
+    return in_rows(codes, w, scale) if zero_point is None else in_rows(codes, w, scale, zero_point)
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantArgs, dtype: torch.dtype) -> Tensor:
     """(q - zero_point) * scale in float32, rounded once to `dtype`."""
-    q = _grouped(codes, args).float()
-    if zero_point is not None:
-        q = q - _spread(zero_point, args).float()
-    return (q * _spread(scale, args).float()).reshape(codes.shape).to(dtype)
+
+    def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+        q = _grouped(codes, args).float()
+        if zero_point is not None:
+            q = q - _spread(zero_point, args).float()
+        return (q * _spread(scale, args).float()).reshape(codes.shape).to(dtype)
+
+    return in_rows(decode, codes, scale) if zero_point is None else in_rows(decode, codes, scale, zero_point)
 
 
 def fake_quantize(w: Tensor, args: QuantArgs, scale_dtype: torch.dtype | None = None) -> Tensor:
@@ -82,10 +85,6 @@ def _grouped(w: Tensor, args: QuantArgs) -> Tensor:
 
 def _spread(scale: Tensor, args: QuantArgs) -> Tensor:
     return scale[..., None] if args.strategy == "group" else scale
-
-
-def _rows(zero_point: Tensor, w: Tensor, args: QuantArgs) -> Tensor:
-    return zero_point.expand(w.shape[0], -1) if args.strategy == "tensor" else zero_point
 
 
 def _extremes(grouped: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor]:
@@ -137,18 +136,13 @@ def _codes(w: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantArgs)
     x = _grouped(w, args).float() / _spread(scale, args).float()
     if zero_point is not None:
         x = x + _spread(zero_point, args).float()
-    if _is_plain(x):  # x is ours: no further copies
+    if is_plain(x):  # x is ours: no further copies
         return x.clamp_(args.qmin, args.qmax).round_().reshape(w.shape)
     return _round(x.clamp(args.qmin, args.qmax)).reshape(w.shape)
 
 
-def _is_plain(x: Tensor) -> bool:
-    """True when nothing differentiates or batches over x."""
-    return not x.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
 def _round(x: Tensor) -> Tensor:
     """Half to even; x + (round(x) - x) is exact here, and its derivative is one."""
-    if _is_plain(x):
+    if is_plain(x):
         return torch.round(x)
     return x + (torch.round(x) - x).detach()

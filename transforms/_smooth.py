@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..graph import Axis, Graph, PlanError, Symmetry
 from ..graph.mappings import resolve_mappings
+from ._rows import absmax, in_rows
 from ._stats import rescale_stats
 from ._types import Params, Stats, Step
 
@@ -38,14 +39,19 @@ def guard_scale(s: Tensor, act: Tensor, floor: float, bounds: tuple[float, float
 def scale_axis(p: Tensor, axis: Axis, s_C: Tensor, inverse: bool = False) -> Tensor:
     """`p` with the channels of `axis` times s (or divided by s), in float32, rounded once to the dtype of `p`."""
     s_C = s_C.to(p.device)  # given scales may lie elsewhere; the dry run is on meta tensors
-    part = p.narrow(axis.dim, axis.start, axis.size).float() + axis.offset
     s = spread(per_channel(s_C, axis.classes), axis, p)
-    part = ((part / s if inverse else part * s) - axis.offset).to(p.dtype)
+    part = in_rows(partial(_scaled, offset=axis.offset, inverse=inverse), p.narrow(axis.dim, axis.start, axis.size), s)
     if axis.size == p.shape[axis.dim]:
         return part
     before = p.narrow(axis.dim, 0, axis.start)
     end = axis.start + axis.size
     return torch.cat((before, part, p.narrow(axis.dim, end, p.shape[axis.dim] - end)), axis.dim)
+
+
+def _scaled(part: Tensor, s: Tensor, *, offset: float, inverse: bool) -> Tensor:
+    wide = part.float() + offset if offset else part.float()
+    wide = wide / s if inverse else wide * s
+    return (wide - offset if offset else wide).to(part.dtype)
 
 
 def per_channel(s_C: Tensor, classes: tuple[int, ...] | None, rest: float = 1.0) -> Tensor:
@@ -72,6 +78,8 @@ def spread(s: Tensor, axis: Axis, p: Tensor) -> Tensor:
 def axis_absmax(p: Tensor, axis: Axis, width: int) -> Tensor:
     """max |p| over everything but the channels of `axis`, per class: float32 (width,)."""
     part = p.narrow(axis.dim, axis.start, axis.size)
+    if p.ndim == 2 and axis.stack is None:
+        return class_max(absmax(part, axis.dim).float(), axis.classes, width)
     if axis.stack is not None:  # slices first, then channels
         part = part.movedim((axis.stack, axis.dim), (0, 1)).flatten(0, 1)
     else:

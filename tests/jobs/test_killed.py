@@ -44,7 +44,7 @@ def quantize(folder, out, text, environment, placement):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the other rank's complaint of the one that was killed
     rg.oneshot(
         folder, text, out, RECIPE, max_shard_size=500_000, num_calibration_samples=6, max_seq_length=48,
-        placement=placement, plots=False,
+        placement=placement, plots=False, reuse_statistics=placement != "fsdp2",
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from regauge.transforms import (
     QuantArgs,
-    _integer,
+    _rows,
     dequantize,
     fake_quantize,
     fake_quantize_activation,
@@ -16,7 +16,7 @@ from regauge.transforms import (
     quantize,
     unpack_rows,
 )
-from regauge.transforms._integer import _ROWS_BYTES
+from regauge.transforms._rows import _BYTES, absmax, in_rows
 
 STRATEGIES = st.sampled_from(["tensor", "channel", "group"])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -140,7 +140,7 @@ def test_zeros_stay_zero(symmetric):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_large_matrices_are_rounded_in_pieces_to_the_same_codes(strategy, symmetric):
     args = QuantArgs(symmetric=symmetric, strategy=strategy, group_size=8 if strategy == "group" else None)
-    w = torch.randn(3 * _ROWS_BYTES // (4 * 64) + 5, 64, generator=torch.Generator().manual_seed(0))
+    w = torch.randn(3 * _BYTES // (4 * 64) + 5, 64, generator=torch.Generator().manual_seed(0))
     scale, zeros = quantization_parameters(w, args, torch.float32)
     whole = quantize(w, scale, zeros, args)
     for row in (0, 1, w.shape[0] // 2, w.shape[0] - 1):
@@ -158,7 +158,7 @@ def test_every_cut_into_pieces_gives_the_same_codes(monkeypatch, rows, strategy,
     w = torch.randn(7, 9, generator=torch.Generator().manual_seed(rows))
     scale, zeros = quantization_parameters(w, args, torch.float32)
     whole = quantize(w, scale, zeros, args)
-    monkeypatch.setattr(_integer, "_ROWS_BYTES", rows * 4 * 9)
+    monkeypatch.setattr(_rows, "_BYTES", rows * 4 * 9)
     assert torch.equal(quantize(w, scale, zeros, args), whole)
 
 
@@ -314,3 +314,25 @@ def test_the_librarys_compressor_writes_the_same_bytes(num_bits, strategy, symme
             compressor.decompress(dict(got), scheme)["weight"],
             dequantize(ours["weight"], scale, zeros, args, torch.float32),
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (700, 900), (1, 4), (4, 1)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_peaks_compared_as_integers_are_those_compared_as_floats(dtype, shape, dim):
+    p = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    p[0, 0], p[-1, -1] = -0.0, -torch.inf
+    assert torch.equal(absmax(p, dim), torch.maximum(p.amax(1 - dim), -p.amin(1 - dim)).abs())
+    assert torch.equal(absmax(p.T, dim), absmax(p, 1 - dim))
+    p[-1, 0] = torch.nan
+    assert torch.isnan(absmax(p, dim)[-1 if dim == 0 else 0])
+
+
+def test_rows_give_the_bits_of_one_call():
+    p, s = torch.randn(3000, 700), torch.rand(3000, 1) + 0.5
+    one = torch.rand(1, 700)
+    assert torch.equal(in_rows(lambda p, s, o: p / s * o, p, s, one), p / s * one)
+    assert torch.equal(torch.func.vmap(lambda o: in_rows(torch.mul, p, o))(one), (p * one)[None])
+    q = p.clone().requires_grad_()
+    in_rows(torch.mul, q, s).sum().backward()
+    assert torch.equal(q.grad, s.expand_as(q))

@@ -76,9 +76,10 @@ def test_every_step_is_told_with_what_it_read_and_changed(planned):
     model, plan = planned
     told = []
     rg.execute(plan, rg.Memory(model.params), rg.Memory(), model.stats, on_step=lambda *args: told.append(args))
-    assert sorted(step.name for step, _, _ in told) == sorted(step.name for step in plan.steps)
+    assert sorted(step.name for step, *_ in told) == sorted(step.name for step in plan.steps)
     folded = rg.apply(rg.plan(SmoothQuant(), model.params, model.graph), model.params, model.stats)
-    for step, before, changed in told:
+    for step, before, changed, known in told:
+        assert set(step.needs) <= known.keys()
         assert before.keys() == set(step.reads)
         assert changed.keys() == set(step.writes)
         source = folded if step.name.startswith("quantize") else model.params
