@@ -6,11 +6,13 @@ from .graph import LayoutError as LayoutError
 from .graph import PlanError as PlanError
 from .graph.adapters import Fsdp as Fsdp
 from .graph.adapters import Memory as Memory
+from .graph.adapters import Sharding as Sharding
 from .graph.adapters import Shards as Shards
 from .graph.adapters import ShardWriter as ShardWriter
 from .graph.adapters import apply_sharded as apply_sharded
 from .graph.adapters import execute as execute
 from .graph.adapters import execute_sharded as execute_sharded
+from .graph.adapters import load_sharded as load_sharded
 from .graph.adapters import observe_sharded as observe_sharded
 from .graph.adapters import observe_streamed as observe_streamed
 from .graph.build import build_graph as build_graph
@@ -20,6 +22,7 @@ from .graph.simulate import quantized_activations as quantized_activations
 from .jobs import Data as Data
 from .jobs import Evaluation as Evaluation
 from .jobs import Inspection as Inspection
+from .jobs import Placement as Placement
 from .jobs import Report as Report
 from .jobs import evaluate as evaluate
 from .jobs import inspect as inspect

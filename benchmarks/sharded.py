@@ -1,15 +1,21 @@
-"""SmoothQuant 0.8 + W8A8 of SmolLM2-135M on two FSDP ranks beside one process: equal bytes, memory of each rank.
+"""SmolLM2-135M on two FSDP ranks beside one process: equal bytes, equal perplexity, and the memory of each rank.
 
     python benchmarks/sharded.py
 
-Parameter memory is counted by tensors after sharding. Resident memory is the peak of each process from then on, as the
-operating system counts it: loading, which is the script's own affair, is left out by resetting the counter.
+Every process loads from files straight into its units, calibrates, writes SmoothQuant 0.8 + W8A8 into the common
+folder, applies it in place (weights fake-quantized, activations rounded in front of the linears), and measures
+perplexity. One thread each, so that the bits can be compared.
+
+Parameter memory is counted by tensors: the shards and what is gathered, at every layer of every forward, and while
+loading. Resident memory is the growth of the process over what it had when its libraries were loaded, as the operating
+system counts it, up to the end of the writing; activations are in it.
 """
 
 import argparse
 import ctypes
 import gc
 import os
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -18,111 +24,124 @@ import regauge as rg
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from regauge.graph.adapters import load_whole
+from regauge.graph.adapters.fsdp import canonical
 from regauge.graph.skeleton import load_config
 from regauge.jobs.data import batches, sequences
-from regauge.jobs.evaluate import load_model, load_tokenizer
+from regauge.jobs.evaluate import compare, load_tokenizer
 from regauge.jobs.report import peak_memory
 from regauge.jobs.smollm2 import smollm2
 from regauge.transforms import Quantize, SmoothQuant
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-RECIPE = rg.chain(SmoothQuant(alpha=0.8), Quantize(scheme="W8A8", ignore=("lm_head",)))
-
-
-def samples(folder):
-    data = rg.Data(name="pydoc", num_samples=8, max_seq_length=256)
-    return batches(sequences(data, load_tokenizer(folder)), 2)
+SMOOTH, HEAD = SmoothQuant(alpha=0.8), ("lm_head",)
+RECIPE = rg.chain(SMOOTH, Quantize(scheme="W8A8", ignore=HEAD))
+IN_PLACE = rg.chain(SMOOTH, Quantize(scheme="W8A8", ignore=HEAD, form="fake"))
 
 
-def largest_cell(plan):
-    return max(sum(plan.source[name].nbytes for name in cell.reads) for cell in plan.cells)
-
-
-def alone(folder, out, say):
-    config = load_config(folder)
-    model, graph = load_model(folder), rg.build_graph(config)
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    plan = rg.plan(RECIPE, params, graph)
-    mine = list(samples(folder))
-    reset_peak()
-    stats = rg.observe(model, mine, plan.needs, graph)
-    writer = rg.ShardWriter(out, plan.target, 50_000_000)
-    rg.execute(plan, rg.Memory(params), writer, stats)
-    writer.close()
-    say.put(("one process", sum(p.nbytes for p in params.values()), largest_cell(plan), peak_memory()))
-
-
-def wrapped(model, how):
-    layers = model.model.layers
-    if how == "fsdp1":
-        from torch.distributed.fsdp import FullyShardedDataParallel
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-        policy = ModuleWrapPolicy({type(layers[0])})
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def reset_peak():
+def resident():
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
+    return int(re.search(r"VmRSS:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
-def rank_of(rank, how, folder, out, port, say):
+def held(model):
+    """Bytes of the parameters that this process holds now, shards and gathered ones, each storage once."""
+    tensors = list(model.parameters())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            for p in group.fsdp_params if group else ():
+                tensors += [p._sharded_param_data, getattr(p, "_unsharded_param", None)]
+                tensors += list(p.all_gather_outputs)
+        elif isinstance(module, FullyShardedDataParallel) and module._handle:
+            flat = module._handle.flat_param
+            tensors += [flat, getattr(flat, "_full_param_padded", None)]
+    tensors = [getattr(t, "_local_tensor", t) for t in tensors if t is not None]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().size() for t in tensors if not t.is_meta}.values())
+
+
+def run_rank(rank, world, how, folder, out, port, say):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    model = wrapped(load_model(folder), how)
-    store, graph = rg.Fsdp(model), rg.build_graph(load_config(folder))
-    plan = rg.plan(RECIPE, store.specs(), graph)
-    mine = list(samples(folder))[rank::2]
-    reset_peak()
-    stats = rg.observe_sharded(model, mine, plan.needs, graph)
-    rg.execute_sharded(plan, store, out, stats, max_shard_size=50_000_000)
-    held = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
-    say.put((f"{how}, rank {rank}", held, largest_cell(plan), peak_memory()))
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    config, source, tokenizer = load_config(folder), rg.Shards(folder), load_tokenizer(folder)
+    graph = rg.build_graph(config, cache=folder)
+    data = [rg.Data(name="pydoc", num_samples=n, max_seq_length=256, split=s) for n, s in ((8, "train"), (16, "test"))]
+    calibration, held_out = (sequences(d, tokenizer) for d in data)
+    plan = rg.plan(RECIPE, source.specs(), graph)
+    mine = list(batches(calibration, 2))[rank::world]
+    before, peaks, begin = resident(), [], time.perf_counter()
+
+    if how == "whole":
+        model = load_whole(config, source)
+    else:
+        model = rg.load_sharded(config, source, rg.Sharding(version=int(how[-1])))
+    shards = held(model)
+    hooks = [
+        module.register_forward_pre_hook(lambda *_: peaks.append(held(model)))
+        for name, module in model.named_modules()
+        if re.search(r"layers\.\d+\.mlp$", canonical(name))
+    ]
+    if how == "whole":
+        stats = rg.observe(model, mine, plan.needs, graph)
+    else:
+        stats = rg.observe_sharded(model, mine, plan.needs, graph)
+    for hook in hooks:
+        hook.remove()
+    rg.execute_sharded(plan, source if how == "whole" else rg.Fsdp(model), out, stats, max_shard_size=50_000_000)
+    seconds, grown = time.perf_counter() - begin, peak_memory() - before
+    if how == "whole":
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        edited = rg.plan(IN_PLACE, params, graph)
+        model.load_state_dict(rg.apply(edited, params, stats), strict=False)
+    else:
+        rg.apply_sharded(IN_PLACE, model, stats, graph=graph)
+    inner = {canonical(name): module for name, module in model.named_modules()}
+    with rg.quantized_activations(Named(inner), plan.schemes):
+        quality = compare(model, held_out, batch_size=2).perplexity
+    cell = max(sum(plan.source[name].nbytes for name in cell.reads) for cell in plan.cells)
+    say.put((f"{how}, rank {rank}", shards, max(peaks), cell, grown, seconds, quality))
     dist.destroy_process_group()
 
 
-def run(target, args, count):
+class Named:
+    """Modules by the checkpoint's names."""
+
+    def __init__(self, modules):
+        self.get_submodule = modules.__getitem__
+
+
+def run(how, world, folder, out, port):
     context = mp.get_context("spawn")
     say = context.Queue()
-    jobs = [context.Process(target=target, args=(*((n,) if count > 1 else ()), *args, say)) for n in range(count)]
-    start = time.perf_counter()
+    jobs = [context.Process(target=run_rank, args=(r, world, how, folder, out, port, say)) for r in range(world)]
     for job in jobs:
         job.start()
-    rows = [say.get() for _ in jobs]
+    rows = sorted(say.get() for _ in jobs)
     for job in jobs:
         job.join()
-    return sorted(rows), time.perf_counter() - start
+    return rows
 
 
 def main():
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     folder = smollm2()
     with tempfile.TemporaryDirectory() as work:
-        outs = {}
-        print("| | parameters held, MB | of one process | largest cell, MB | peak resident, MB | seconds |")
-        print("|---|---|---|---|---|---|")
-        whole = None
-        for port, how in enumerate(("alone", "fsdp1", "fsdp2"), 29611):
+        outs, whole = {}, None
+        print("| | shards MB | of one | peak of parameters MB | limit MB | resident growth MB | seconds | perplexity |")
+        print("|---|---|---|---|---|---|---|---|")
+        for port, (how, world) in enumerate((("whole", 1), ("fsdp1", 2), ("fsdp2", 2)), 29611):
             outs[how] = Path(work) / how
             outs[how].mkdir()
-            if how == "alone":
-                rows, seconds = run(alone, (folder, outs[how]), 1)
-            else:
-                rows, seconds = run(rank_of, (how, folder, outs[how], port), 2)
-            whole = whole or rows[0][1]
-            for label, held, cell, peak in rows:
-                figures = f"{held / 1e6:.1f} | {held / whole:.2f} | {cell / 1e6:.1f} | {peak / 1e6:.0f}"
-                print(f"| {label} | {figures} | {seconds:.1f} |", flush=True)
+            for label, shards, peak, cell, grown, seconds, quality in run(how, world, folder, outs[how], port):
+                whole = whole or shards
+                limit = whole if how == "whole" else 0.55 * whole + cell
+                figures = f"{shards / 1e6:.1f} | {shards / whole:.2f} | {peak / 1e6:.1f} | {limit / 1e6:.1f}"
+                print(f"| {label} | {figures} | {grown / 1e6:.0f} | {seconds:.1f} | {quality:.6f} |", flush=True)
         read = {how: {p.name: p.read_bytes() for p in out.iterdir()} for how, out in outs.items()}
-        print("bytes equal:", {how: files == read["alone"] for how, files in read.items()})
+        print("bytes equal:", {how: files == read["whole"] for how, files in read.items()})
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from .evaluate import evaluate as evaluate
 from .inspect import Inspection as Inspection
 from .inspect import inspect as inspect
 from .oneshot import oneshot as oneshot
+from .placement import Placement as Placement
 from .recipes import build_recipe as build_recipe
 from .recipes import load_recipe as load_recipe
 from .recipes import packaged_recipes as packaged_recipes

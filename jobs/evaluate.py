@@ -3,8 +3,9 @@
 import contextlib
 import io
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,23 @@ def load_model(model: str | Path | nn.Module) -> nn.Module:
         return model.eval()
     try:
         cls: Any = model_class(read_config(model))
-        return cls.from_pretrained(str(model), dtype="auto").eval()
+        with _by_itself():
+            return cls.from_pretrained(str(model), dtype="auto").eval()
     except ImportError as error:
         raise LayoutError(f"{model}: transformers needs another package to load it: {error}") from error
+
+
+@contextlib.contextmanager
+def _by_itself() -> Iterator[None]:
+    """Within the context transformers loads all of a model: in accelerate's environment of FSDP all processes but the
+    first would get zeros, to be filled from the first one when the model is wrapped, which it is not here."""
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    before = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
 
 
 def load_quietly(folder: Path, warm: bool = False) -> nn.Module:

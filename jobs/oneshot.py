@@ -27,7 +27,7 @@ from .evaluate import Evaluation, compare, load_quietly, load_tokenizer
 from .placement import Placement, make_placement, process_group, resolve
 from .plots import can_plot, plot_peaks, plot_sqnr
 from .recipes import load_recipe
-from .report import Report, peak_memory
+from .report import Report, available_memory, peak_memory
 from .smollm2 import model_folder
 from .statistics import collect, read_statistics, statistics_key
 from .writing import Written, hashes_of, open_partial, require_room, run_key, write_tensors
@@ -164,6 +164,8 @@ def _check(model, recipe, data: Data, target: Path, overwrite, evaluation, stati
         _check_model(checkpoint, calibrated, bool(held_out))
         if held_out and planned.schemes:
             _require("compressed_tensors", "measuring the written checkpoint")
+        if held_out:
+            _require_memory(checkpoint)
     return _Job(
         checkpoint=checkpoint,
         planned=planned,
@@ -174,6 +176,17 @@ def _check(model, recipe, data: Data, target: Path, overwrite, evaluation, stati
         max_seq_length=data.max_seq_length,
         batch_size=batch_size or max(1, 2048 // data.max_seq_length),
     )
+
+
+def _require_memory(checkpoint: Checkpoint) -> None:
+    """Measuring holds the model and the output, whole, in each process."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1) if world() > 1 else 1
+    needed, found = 2 * here * _bytes(checkpoint.params), available_memory()
+    if found is not None and needed > found:
+        raise LayoutError(
+            f"evaluation: holds the model and the output whole in {here} process{'es' if here > 1 else ''}, "
+            f"{needed / 1e9:.1f} GB, and {found / 1e9:.1f} GB of memory are free; run with evaluation=none"
+        )
 
 
 def _open(model: str | Path) -> tuple[Path, Checkpoint]:

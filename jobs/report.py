@@ -99,6 +99,13 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def available_memory() -> int | None:
+    """Bytes that processes can still take without swapping; None where the system does not say."""
+    info = Path("/proc/meminfo")
+    match = re.search(r"MemAvailable:\s*(\d+) kB", info.read_text()) if info.exists() else None
+    return int(match[1]) * 1024 if match else None
+
+
 def _schemes(linears: tuple[LinearRow, ...]) -> str:
     counts: dict[str, int] = {}
     for row in linears:

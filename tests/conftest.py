@@ -1,13 +1,11 @@
 """Tiny random models of the families that the library knows, with their graphs and parameters."""
 
-from dataclasses import dataclass
-
 import pytest
 import regauge as rg
 import torch
+from every_transform import TOKENS, Tiny
 from hypothesis import settings
 from shapes import SHAPE
-from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
@@ -23,7 +21,6 @@ from transformers import (
 settings.register_profile("regauge", deadline=None, derandomize=True)
 settings.load_profile("regauge")
 
-TOKENS = torch.arange(2, 26).reshape(2, 12)
 _OPT = {
     "hidden_size": 32,
     "ffn_dim": 48,
@@ -46,30 +43,6 @@ CONFIGS = {
     "opt": OPTConfig(**_OPT),
     "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, bos_token_id=0, eos_token_id=0),
 }
-
-
-@dataclass(frozen=True)
-class Tiny:
-    """A model, its graph, its parameters (ties once), and statistics of every site on a few tokens."""
-
-    model: nn.Module
-    graph: rg.Graph
-    params: dict[str, Tensor]
-    stats: dict[str, Tensor]
-
-    @property
-    def observed_kinds(self) -> tuple[str, ...]:
-        """Kinds of symmetries whose activation is observed, but for the head."""
-        return tuple({s.kind: 0 for s in self.graph.symmetries if s.site not in (None, "lm_head")})
-
-    @property
-    def linear_kinds(self) -> tuple[str, ...]:
-        """Kinds of symmetries between linears."""
-        return tuple({s.kind: 0 for s in self.graph.symmetries if s.kind in ("v_o", "up_down", "q_k")})
-
-    def logits(self, params: dict[str, Tensor] | None = None) -> Tensor:
-        with torch.no_grad():
-            return torch.func.functional_call(self.model, params or {}, (TOKENS,)).logits
 
 
 def make_tiny(kind: str, dtype: torch.dtype = torch.float32) -> Tiny:
