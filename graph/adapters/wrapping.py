@@ -20,7 +20,8 @@ class Sharding:
 
     Args:
       version: 1 (`FullyShardedDataParallel`) or 2 (`fully_shard`).
-      wrap: names of the classes of modules that are units of their own; None: the model's repeated layers.
+      wrap: names of the classes of modules that are units of their own; None: the model's repeated layers, and the
+        embedding and the head where they are not tied.
       min_num_params: instead of `wrap`, every module of at least so many parameters that are in no unit below it.
       use_orig_params: FSDP1 only.
       reshard_after_forward: free a unit's whole parameters after its forward.
@@ -69,7 +70,8 @@ def units_of(model: nn.Module, sharding: Sharding) -> list[nn.Module]:
     if sharding.min_num_params is not None:
         return _by_size(model, sharding.min_num_params)
     if sharding.wrap is None:
-        return [model.get_submodule(prefix) for prefix in block_prefixes(model)]
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+        return [*(model.get_submodule(prefix) for prefix in block_prefixes(model)), *(m for m in ends if m is not None)]
     classes = {type(module).__name__ for module in model.modules()}
     unknown = [name for name in sharding.wrap if name not in classes]
     if unknown:
