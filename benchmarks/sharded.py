@@ -63,7 +63,7 @@ def held(model):
                 tensors += list(p.all_gather_outputs)
         elif isinstance(module, FullyShardedDataParallel) and module._handle:
             flat = module._handle.flat_param
-            tensors += [flat, flat._local_shard, getattr(flat, "_full_param_padded", None)]
+            tensors += [flat, getattr(flat, "_local_shard", None), getattr(flat, "_full_param_padded", None)]
     tensors = [getattr(t, "_local_tensor", t) for t in tensors if t is not None]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().size() for t in tensors if not t.is_meta}.values())
 
@@ -128,17 +128,9 @@ class Named:
 
 
 def run(how, world, folder, out, port, measured):
-    context = mp.get_context("spawn")
-    say = context.Queue()
-    jobs = [
-        context.Process(target=run_rank, args=(r, world, how, folder, out, port, measured, say)) for r in range(world)
-    ]
-    for job in jobs:
-        job.start()
-    rows = sorted(say.get() for _ in jobs)
-    for job in jobs:
-        job.join()
-    return rows
+    say = mp.get_context("spawn").SimpleQueue()
+    mp.start_processes(run_rank, (world, how, folder, out, port, measured, say), nprocs=world, start_method="spawn")
+    return sorted(say.get() for _ in range(world))
 
 
 def main():
