@@ -17,14 +17,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..graph import LayoutError, PlanError
-from ..graph.adapters import everyones, rank, together, world
+from ..graph.adapters import everyones, process_group, rank, together, world
 from ..graph.adapters.partial import check_target, tidy, write_json
 from ..graph.skeleton import is_causal_lm, model_class, reads_tokens_alone
 from ..transforms import Encode, Plan, Transform, chain, must_untie, plan, split_key
 from .checkpoint import Checkpoint, fingerprint, open_checkpoint, quantized_config, read_json
 from .data import Data, sequences
 from .evaluate import Evaluation, compare, load_quietly, load_tokenizer
-from .placement import Placement, make_placement, process_group, resolve
+from .placement import Placement, make_placement, resolve
 from .plots import can_plot, plot_peaks, plot_sqnr
 from .recipes import load_recipe
 from .report import Report, available_memory, peak_memory
@@ -111,7 +111,7 @@ def oneshot(
     all processes.
     """
     settings = make_placement(placement)
-    with process_group(settings):
+    with process_group(settings.timeout, resolve(settings).is_sharded):
         placed = resolve(settings)
         target = Path(everyones(str(Path(output_dir).absolute()) if world() > 1 else str(output_dir), "starting")[0])
         seconds: dict[str, float] = {}

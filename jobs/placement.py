@@ -1,6 +1,5 @@
 """Where the model lives while it is calibrated, and on how many processes."""
 
-import datetime
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -8,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from ..graph import PlanError
 from ..graph.adapters import Sharding, world
@@ -147,27 +145,6 @@ def _wrapping(placement: Placement, env: Mapping[str, str]) -> dict:
 
 def _is_true(value: str | None) -> bool:
     return (value or "").lower() in ("1", "true", "yes", "on", "y", "t")
-
-
-@contextmanager
-def process_group(placement: Placement, env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """The process group of the launcher, for as long as the job runs; a group that is there already is used as it is.
-
-    Nothing is done for one process, unless FSDP is asked for, which needs a group even then.
-    """
-    launched = int(env.get("WORLD_SIZE", "1")) > 1
-    if dist.is_initialized() or not (launched or placement.is_sharded):
-        yield
-        return
-    timeout = datetime.timedelta(seconds=placement.timeout)
-    if launched:
-        dist.init_process_group("gloo", timeout=timeout)
-    else:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from .memory import Memory as Memory
 from .partial import Partial as Partial
 from .partial import digest_of as digest_of
 from .ranks import everyones as everyones
+from .ranks import process_group as process_group
 from .ranks import rank as rank
 from .ranks import together as together
 from .ranks import world as world

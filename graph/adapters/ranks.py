@@ -1,5 +1,7 @@
 """What processes that work together say to each other. With one process, or without a group, nothing is said."""
 
+import datetime
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +21,27 @@ def rank() -> int:
 def world() -> int:
     """How many processes work together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@contextmanager
+def process_group(timeout: float, needed: bool, env: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """The process group of the launcher, for as long as the context lasts; one that is there already is used as it is.
+
+    `timeout` is in seconds. Nothing is done for one process, unless a group is `needed` (FSDP wants one even then).
+    """
+    launched = int(env.get("WORLD_SIZE", "1")) > 1
+    if dist.is_initialized() or not (launched or needed):
+        yield
+        return
+    limit = datetime.timedelta(seconds=timeout)
+    if launched:
+        dist.init_process_group("gloo", timeout=limit)
+    else:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=limit)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def everyones(value: Any, doing: str) -> list[Any]:

@@ -62,7 +62,7 @@ def check_transforms(kind):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_whole_tensors_go_in_and_out(kind, world):
     on_ranks(world, check_store, kind)
 
@@ -187,7 +187,7 @@ def check_folders(kind, folder, world_files):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_folders_have_the_same_bytes_whatever_held_the_model(tmp_path, kind, world):
     (tmp_path / "in").mkdir()
     model = make(kind, torch.bfloat16)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
 
 CPU = torch.device("cpu")
+SLOW = pytest.mark.slow  # most of it; a part of each kind is in the default suite
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.float32)
 LOW2 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -166,12 +167,12 @@ def check_edits(kind, how, wrapping, exact):
 
 # the compiler looks at it while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("kind", ["llama", "tied"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=SLOW), "tied"])
 def test_settings_on_two_ranks(kind):
     on_ranks(2, check_settings, kind, SETTINGS)
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=SLOW), "tied"])
 def test_meshes_on_four_ranks(kind):
     on_ranks(4, check_settings, kind, FOUR)
 
@@ -222,7 +223,7 @@ def check_mixed():
     store.close()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=SLOW), 4])
 def test_dtypes_side_by_side_and_ranks_without_rows(world):
     on_ranks(world, check_mixed)
 
@@ -281,7 +282,14 @@ def check_loading(kind, folder):
         load_sharded(config, source, Sharding(replicate=3))
 
 
-@pytest.mark.parametrize(("kind", "world"), [*((kind, 2) for kind in CONFIGS), ("llama", 1), ("tied", 4)])
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        ("tied", 2),
+        *(pytest.param(kind, 2, marks=SLOW) for kind in ("llama", "opt", "mixtral")),
+        *(pytest.param(*case, marks=SLOW) for case in (("llama", 1), ("tied", 4))),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_loading_into_units(tmp_path, kind, world):
     params = own(make(kind, torch.bfloat16))
@@ -353,13 +361,13 @@ def check_lost_edit(how, fault):
     fails(work, "rank 0", "smooth[model.layers.1.")
 
 
-@pytest.mark.parametrize("how", ["fsdp1", "fsdp2"])
-@pytest.mark.parametrize("fault", ["dies", "hangs", "data", "keys"])
+@pytest.mark.parametrize("how", [pytest.param("fsdp1", marks=SLOW), "fsdp2"])
+@pytest.mark.parametrize("fault", ["dies", pytest.param("hangs", marks=SLOW), "data", "keys"])
 def test_a_rank_that_is_lost_in_calibration(how, fault):
     on_ranks(2, check_lost, how, fault, timeout=3)
 
 
-@pytest.mark.parametrize("how", ["fsdp1", "fsdp2"])
-@pytest.mark.parametrize("fault", ["dies", "hangs"])
+@pytest.mark.parametrize("how", ["fsdp1", pytest.param("fsdp2", marks=SLOW)])
+@pytest.mark.parametrize("fault", ["hangs", pytest.param("dies", marks=SLOW)])
 def test_a_rank_that_is_lost_in_an_edit(how, fault):
     on_ranks(2, check_lost_edit, how, fault, timeout=3)

@@ -69,7 +69,7 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_statistics_are_those_of_the_whole_model(name, dtype):
     config = copy.deepcopy(ARCHITECTURES[name].config)
     config.dtype = dtype
